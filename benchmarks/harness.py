@@ -218,7 +218,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def check(_: Args) -> None:
     """Refuse to start without lm-evaluation-harness."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("needs lm-evaluation-harness: pip install 'dms-train[harness]'")
+        raise ValueError("needs lm-evaluation-harness: pip install 'dms-train[eval]'")
 
 
 def settings(args: Args) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from benchmarks.benchmark import Args, Benchmark, or_skipped
 from benchmarks.records import Table
 from benchmarks.tables import field, spread, table
 from benchmarks.timing import measure
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 
 WINDOW, TINY_WINDOW = 256, 16
 SHAPES = (
@@ -84,7 +84,7 @@ def bounds(length: int, parts: tuple[int, ...]) -> list[int]:
 def packed(inputs: AttentionInputs, edges: list[int] | None) -> Call:
     """Bind the training backend to these inputs, with documents between the edges."""
     p, device = inputs, inputs.query.device
-    attend = api.backend(api.choose("auto", device))
+    attend = dispatch.train_attention(dispatch.choose_train_attention("auto", device))
     cu_seqlens = None
     if edges is not None:
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=device)
@@ -117,7 +117,7 @@ BENCHMARK = Benchmark(
     record="packed_attention",
     cases=lambda args: SHAPES if args.device.type == "cuda" else TINY_SHAPES,
     measure=measure_shape,
-    settings=lambda args: {"backend": api.choose("auto", args.device)},
+    settings=lambda args: {"backend": dispatch.choose_train_attention("auto", args.device)},
     failed=slower,
     tables=tables,
     stored=(

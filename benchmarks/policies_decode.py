@@ -36,7 +36,7 @@ from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.inference.policies.registry import build_policy
-from dms_train.kernels.decode.paged import Step
+from dms_train.kernels.decode.types import Step
 
 KEPT = 0.125  # of the tokens beyond the window, with DMS
 POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o", "quest")
@@ -218,7 +218,7 @@ def _steps(
         launched = graphs.launch(inputs)
         if before is not None:
             status = before.wait()
-            pool.learn(status.left, status.fault, before.reserved)
+            pool.sync_free_count(status.left, status.fault, before.reserved)
             now = time.perf_counter()
             times.append(now - since)
             since = now

@@ -23,6 +23,7 @@ from benchmarks.benchmark import Args, Benchmark, or_skipped
 from benchmarks.records import Table
 from benchmarks.tables import Column, field, spread, table
 from benchmarks.timing import ceilings, extra_bytes, measure
+from dms_train.kernels import dispatch
 from dms_train.kernels.losses import vocabulary as vocab_loss
 from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
@@ -182,7 +183,7 @@ def plain_lm(given: Inputs) -> _Result:
 def without_logits(given: Inputs, chunk: int = 2048) -> _Result:
     """Compute KL without keeping logits: chunks add to the weight gradient in float32."""
     hidden, weight = (x.detach().flatten(0, -2) for x in given.student[:2])
-    kernels = vocab_loss.backend(hidden.device)
+    kernels = dispatch.vocabulary_losses(hidden.device)
     d_losses = given.d_losses.flatten()[:, None]
     d_hidden, values = torch.empty_like(hidden), torch.empty_like(given.d_losses).flatten()
     d_weight = torch.zeros_like(weight, dtype=torch.float32)

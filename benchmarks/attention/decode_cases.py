@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels.decode.types import (
     EVICTION_CHANNEL,
     FP8,
     Decisions,
@@ -154,7 +154,7 @@ def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[s
     from dms_train.kernels.decode import triton_attention as triton_decode
 
     steps = [build_step(case, 5000 + t) for t in range(4)]
-    memory = triton_decode.workspace(steps[0].query, cache, tuning)
+    memory = triton_decode.attention_workspace(steps[0].query, cache, tuning)
     rule = Decisions(EVICTION_CHANNEL, shift=1, scale=100.0, clear=True)
     output = torch.empty_like(steps[0].query)
     changed = (cache.lengths, cache.ring, *cache.free[:3])

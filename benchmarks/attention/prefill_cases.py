@@ -19,9 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import tables
 from benchmarks.tables import Column, field
-from dms_train.inference.cache.paged import decode_rule
+from dms_train.inference.policies.base import NEVER, WindowRule
 from dms_train.inference.policies.registry import build_policy
-from dms_train.kernels.decode.paged import NEVER
 from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.spec import PRESETS
@@ -265,8 +264,7 @@ def engine_takes(ratio: float) -> str:
         ratio: Compression ratio; 1 is served without eviction.
     """
     policy = build_policy("dms" if ratio > 1 else "keep_all", {}, PRESETS["dms"])
-    rule = decode_rule(policy)
-    return "dense" if rule is not None and rule[0].source == NEVER else "kept tokens"
+    return "dense" if policy.kernel_rule() == WindowRule(evicts=NEVER) else "kept tokens"
 
 
 TIMES: tuple[Column, ...] = (

@@ -21,7 +21,7 @@ from benchmarks.attention import peers
 from benchmarks.attention.shapes import AttentionInputs, Call, Shape, make_inputs
 from benchmarks.tables import field, spread
 from benchmarks.timing import Timing
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 from dms_train.kernels.options import KERNELS
 
 WINDOW = 256
@@ -77,7 +77,7 @@ def entries(device: torch.device) -> list[Entry]:
 
 def ours(inputs: AttentionInputs, name: str) -> Call:
     """Bind a backend of this package, from the logits on."""
-    attend, p = api.backend(name), inputs
+    attend, p = dispatch.train_attention(name), inputs
 
     def forward() -> Tensor:
         return attend(p.query, p.key, p.value, p.log_keep(), p.window, p.scale)

@@ -18,7 +18,7 @@ from dms_train.app.preparation import Prepared, prepare
 from dms_train.app.watch import RunWatch, end_hanging_run
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
-from dms_train.kernels import api as kernels
+from dms_train.kernels import dispatch
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import backend as layers
@@ -153,7 +153,7 @@ def _announce_kernels(config: RunConfig) -> None:
     layers.choose(config.parallel.layers, device)
     if config.parallel.cuda_graph == "always":
         graph.require_gpu(device)
-    name = kernels.choose(config.kernels, device)
+    name = dispatch.choose_train_attention(config.kernels, device)
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 
 

@@ -34,10 +34,10 @@ def _main(arguments: list[str]) -> None:
 def _tune(args: argparse.Namespace) -> None:
     import torch
 
-    from dms_train.kernels import api
+    from dms_train.kernels import dispatch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    api.choose("triton", device)
+    dispatch.choose_train_attention("triton", device)
     from dms_train.kernels.train_attention import tuning
 
     def show(trial: tuning.Trial) -> None:

@@ -173,13 +173,9 @@ def _count(path: Path, types: tuple[str, ...]) -> int:
 
 
 def _parquet(path: Path) -> Any:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError:
-        raise DataError(
-            f"{path}: reading parquet needs pyarrow; install the extra `data`"
-        ) from None
+    import pyarrow
+    from pyarrow import parquet
+
     path.open("rb").close()  # what the system refuses is no damage
     try:
         return parquet.ParquetFile(path)
@@ -249,10 +245,8 @@ class HubRows:
         Raises:
             DataError: It is not in the cache, or cannot be reached.
         """
-        try:
-            import datasets
-        except ModuleNotFoundError:
-            raise DataError(f"{name}: a hub id needs datasets; install the extra `data`") from None
+        import datasets
+
         datasets.disable_progress_bars()
         self._name = name
         self.total: int | None = None

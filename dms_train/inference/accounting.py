@@ -147,7 +147,7 @@ class DecodeCost(NamedTuple):
     steps: NDArray[Any]
 
 
-class GroupCounts:
+class BurstCounts:
     """Cache reads and contents of a group of decode steps, of all cache rows.
 
     Args:

@@ -4,38 +4,51 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from dms_train.hf.architecture import Architecture
-from dms_train.inference.cache import paged_dmc
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
-from dms_train.inference.cache.paged import PagedKVCache, decode_rule
-from dms_train.inference.cache.paged_budget import BudgetPagedCache, supported
-from dms_train.inference.cache.paged_dmc import DMCPagedCache
-from dms_train.inference.cache.paged_quest import QuestPagedCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.cache.paged_merging import MergingPagedCache
+from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
-from dms_train.inference.policies.base import CachePolicy, RequestSizes
-from dms_train.inference.policies.dmc import DMCPolicy
-from dms_train.inference.policies.quest import QuestPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import FP8
+from dms_train.inference.policies.base import (
+    BudgetRule,
+    CachePolicy,
+    MergeRule,
+    PageRule,
+    RequestSizes,
+    WindowRule,
+)
+from dms_train.inference.policies.kernel_rules import find_kernel_rule
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import FP8
+from dms_train.observe.log import logger
 
+_CACHES: dict[type, type[PagedKVCache]] = {
+    WindowRule: PagedKVCache,
+    MergeRule: MergingPagedCache,
+    BudgetRule: BudgetPagedCache,
+    PageRule: SelectingPagedCache,
+}
 _HOST_BYTES = 2**30  # of a pool on the CPU; pages take memory when they are first written
 _LOGITS = 4  # copies of the logits, in float32, that sampling takes, at most
 _GRAPHS = 4  # times the logits of all sequences that captured steps of all sizes hold, at most
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
-    """The empty cache for the options.
+    """Choose and size the KV cache for a set of engine options.
 
     Raises:
         InferenceError: The options do not fit together, or leave no memory for the cache.
@@ -73,7 +86,7 @@ def _compact(
 def _slabs(
     model: LoadedModel, cache: CompactCache, options: EngineOptions, cache_bytes: int
 ) -> int:
-    """Most slabs that fit beside what the policy keeps for all sequences.
+    """Return the most slabs that fit beside what the policy keeps for all sequences.
 
     Raises:
         InferenceError: Not one fits.
@@ -84,7 +97,7 @@ def _slabs(
     longest = longest_sequence(model.architecture, options)
 
     def total(slabs: int) -> int:
-        """Bytes if one sequence fills all slabs, because all rows have tensors as long as its."""
+        """Return bytes if one sequence fills all slabs; all rows have tensors as long as its."""
         slots = slabs * pool.slab_bytes // pool.slot_bytes
         entries = -(-min(longest, -(-slots // kv_lists)) // tokens) if tokens else 1
         return slabs * pool.slab_bytes + options.max_num_seqs * row_bytes * entries
@@ -101,7 +114,7 @@ def _slabs(
 
 @torch.no_grad()
 def _policy_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Bytes that the policy keeps for a sequence, or for each entry of tensors that grow with it.
+    """Return the policy's bytes for a sequence, or for each entry of tensors that grow.
 
     One token is computed to find out; these tensors take their shapes from it.
     """
@@ -119,12 +132,12 @@ def kept_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
 
 
 def _copies(policy: CachePolicy, options: EngineOptions) -> int:
-    """Copies of what a policy keeps: one for each sequence, and one for each snapshot."""
+    """Return how often a policy's state is held: by each sequence and each snapshot."""
     return 2 if options.enable_prefix_caching and policy.shareable else 1
 
 
 def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:
-    """Most tokens of a sequence.
+    """Return the most tokens of a sequence.
 
     Raises:
         InferenceError: `max_model_len` is more than the model was trained for.
@@ -136,23 +149,12 @@ def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:
 
 
 def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> bool:
-    """Whether the fused decode kernels serve the compact cache.
+    """Return whether the decode kernels compute, and log why not where one would expect them.
 
     Raises:
         InferenceError: They are asked for but cannot.
     """
-    obstacle = None
-    if not decode.runs_on(torch.device(options.device)):
-        obstacle = f"triton does not run on {options.device}"
-    elif options.page_slots & (options.page_slots - 1):
-        obstacle = f"page_slots={options.page_slots} is not a power of two"
-    elif isinstance(policy, DMCPolicy) and not paged_dmc.supported(policy):
-        spec = policy.spec
-        obstacle = f"the kernels do not merge heads={spec.heads} merge_window={spec.merge_window}"
-    elif model.spec is not None and model.spec.kind != "dms" and not paged_dmc.supported(policy):
-        obstacle = f"the kernels do not clear the channels that {model.spec.kind} borrows"
-    else:
-        obstacle = _obstacle(policy, options)
+    obstacle = _obstacle(model, policy, options)
     wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
     if wanted and (obstacle is not None or options.kernels == "reference"):
         cause = obstacle or "kernels=reference stores no fp8"
@@ -160,25 +162,39 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
             f"kernels={options.kernels} cache_dtype={options.cache_dtype}: {cause}"
         )
     on_gpu = options.device.startswith("cuda") and options.kernels == "auto"
+    if on_gpu and obstacle is not None:
+        _log_once(f"decoding with torch operations, which are slower than the kernels: {obstacle}")
     return obstacle is None and (wanted or on_gpu)
 
 
-def _obstacle(policy: CachePolicy, options: EngineOptions) -> str | None:
-    """Why the kernels do not serve a policy; None if they do."""
-    name = type(policy).__name__
-    if decode_rule(policy) is not None or paged_dmc.supported(policy):
-        return None
-    if isinstance(policy, QuestPolicy) and policy.page % options.page_slots:
-        return f"{name} has pages of {policy.page} tokens, not a multiple of {options.page_slots}"
-    if not supported(policy) and type(policy) is not QuestPolicy:
-        return f"the kernels do not support {name}"
-    return f"{name} stores no fp8" if options.cache_dtype == "fp8" else None
+@cache
+def _log_once(message: str) -> None:
+    logger().warning(message)
+
+
+def _obstacle(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> str | None:
+    """Return why the kernels cannot compute; None if they can."""
+    if not dispatch.is_supported(torch.device(options.device)):
+        return f"triton does not run on {options.device}"
+    if options.page_slots & (options.page_slots - 1):
+        return f"page_slots={options.page_slots} is not a power of two"
+    rule, name = find_kernel_rule(policy), type(policy).__name__
+    if isinstance(rule, str):
+        return rule
+    spec = model.spec
+    if spec is not None and spec.replaces_values and not isinstance(rule, MergeRule):
+        return f"{name} reads a model trained for {spec.kind}, whose keys the kernels do not clear"
+    if isinstance(rule, PageRule) and rule.page % options.page_slots:
+        return f"{name} has pages of {rule.page} tokens, not a multiple of {options.page_slots}"
+    if options.cache_dtype == "fp8" and not isinstance(rule, WindowRule | MergeRule):
+        return f"{name} stores no fp8"
+    return None
 
 
 def _paged(
     model: LoadedModel, policy: CachePolicy, options: EngineOptions, pages: int
 ) -> PagedKVCache:
-    """A cache for the kernels with a pool of `pages` pages."""
+    """Build a cache for the kernels with a pool of `pages` pages."""
     a = model.architecture
     pool = DevicePool(
         head_size=a.kv_channels,
@@ -188,19 +204,14 @@ def _paged(
         page_slots=options.page_slots,
         pages=pages,
     )
-    sizes = {
-        "layers": a.num_layers,
-        "rows": options.max_num_seqs,
-        "longest": longest_sequence(model.architecture, options),
-    }
-    if supported(policy):
-        heads = (a.num_query_groups, a.num_attention_heads // a.num_query_groups)
-        return BudgetPagedCache(pool, policy, heads=heads, **sizes)
-    if isinstance(policy, DMCPolicy):
-        return DMCPagedCache(pool, policy, heads=a.num_query_groups, **sizes)
-    if isinstance(policy, QuestPolicy):
-        return QuestPagedCache(pool, policy, heads=a.num_query_groups, **sizes)
-    return PagedKVCache(pool, policy, heads=a.num_query_groups, **sizes)
+    sizes = CacheSizes(
+        layers=a.num_layers,
+        rows=options.max_num_seqs,
+        heads=a.num_query_groups,
+        group=a.num_attention_heads // a.num_query_groups,
+        longest=longest_sequence(a, options),
+    )
+    return _CACHES[type(find_kernel_rule(policy))](pool, policy, sizes)
 
 
 def _stored(model: LoadedModel, options: EngineOptions) -> torch.dtype:
@@ -208,7 +219,7 @@ def _stored(model: LoadedModel, options: EngineOptions) -> torch.dtype:
 
 
 def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Pages of the pool: no more than the sequences can fill, nor than there is memory for.
+    """Return the pages of the pool: as many as sequences can fill and memory allows.
 
     Raises:
         InferenceError: There is not one page for each layer and KV head.
@@ -219,7 +230,7 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
         options.max_num_seqs * kv_lists * -(-longest_sequence(model.architecture, options) // size)
     )
     page_bytes = 2 * size * a.kv_channels * _stored(model, options).itemsize + 8
-    if type(policy) is QuestPolicy:  # and its bounds
+    if isinstance(find_kernel_rule(policy), PageRule):  # and its bounds
         page_bytes += 2 * a.kv_channels * model.dtype.itemsize
     if options.cache_bytes is not None:
         setting, memory = f"cache_bytes={options.cache_bytes}", options.cache_bytes
@@ -240,7 +251,7 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
 
 @torch.no_grad()
 def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Bytes of a GPU that a step of the most tokens leaves for pages; one is run to find out."""
+    """Run a step of the most tokens, and return the bytes of the GPU that it leaves."""
     a, device = model.architecture, torch.device(options.device)
     chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
     b = max(1, min(options.max_num_seqs, options.max_num_batched_tokens // chunk))

@@ -1,6 +1,6 @@
-"""What decode steps read: packed by the host into one array, which kernels find as fields.
+"""Inputs of decode steps, packed by the host into one array of fields.
 
-Shape letters: b sequences of a step, k steps of a group.
+Shape letters: b sequences of a step, k steps of a burst.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dms_train.kernels.layers.sampling_limits import Limits
+from dms_train.kernels.layers.types import SamplingLimits
 
 Integers: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
-ROWS = 2  # place among the fields
+ROWS = 2  # index of the field
 FIELDS = 5
 LIMITED_FIELDS = 8
 
 
 class DecodeInputs(NamedTuple):
-    """What a decode step reads, each [b] on the device.
+    """Inputs of a decode step, each [b] on the device.
 
     Attributes:
-        tokens: int64; -1 for the newest token of the cache row, which the step before sampled.
+        tokens: int64; -1 for the newest token of the cache row, which the previous step sampled.
         position: int64.
-        rows: int64, cache rows; -1 for a place that is not used.
+        rows: int64, cache rows; -1 for an unused batch slot.
         keys: int64, streams of random numbers.
         temperature: float64.
-        limits: Top-k, top-p and min-p; None where no sequence has any.
+        limits: Top-k, top-p and min-p; None if no sequence has any.
     """
 
     tokens: Tensor
@@ -40,25 +40,25 @@ class DecodeInputs(NamedTuple):
     rows: Tensor
     keys: Tensor
     temperature: Tensor
-    limits: Limits | None = None
+    limits: SamplingLimits | None = None
 
     @classmethod
     def of(cls, packed: Tensor) -> DecodeInputs:
-        """The fields of one step, from int64 [5 or with limits 8, b]."""
+        """Return the fields of one step, from int64 [5 or with limits 8, b]."""
         tokens, position, rows, keys, temperature, *rest = packed.unbind()
         limits = None
         if rest:
             top_k, *shares = rest
-            limits = Limits(top_k, *(share.view(torch.float64) for share in shares))
+            limits = SamplingLimits(top_k, *(share.view(torch.float64) for share in shares))
         return cls(tokens, position, rows, keys, temperature.view(torch.float64), limits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedInputs:
-    """The inputs of a group of steps on the host.
+    """Inputs of a burst of steps on the host.
 
     Attributes:
-        fields: int64 [k, 5 or with limits 8, b], the fields of `DecodeInputs` in their order.
+        fields: int64 [k, 5 or with limits 8, b], fields in the order of `DecodeInputs`.
     """
 
     fields: Integers
@@ -77,11 +77,11 @@ class PackedInputs:
 
         Args:
             tokens: As in `DecodeInputs`, [k, b].
-            position: Likewise.
-            rows: Likewise.
-            keys: Likewise, or what broadcasts to [k, b].
+            position: As in `DecodeInputs`, [k, b].
+            rows: As in `DecodeInputs`, [k, b].
+            keys: As in `DecodeInputs`, broadcastable to [k, b].
             temperature: [b].
-            limits: Of all steps, each [b].
+            limits: Top-k, top-p and log min-p of all steps, each [b].
         """
         count = FIELDS if limits is None else LIMITED_FIELDS
         fields = np.empty((len(tokens), count, tokens.shape[1]), np.int64)
@@ -92,15 +92,15 @@ class PackedInputs:
 
     @property
     def limited(self) -> bool:
-        """Whether they have limits."""
+        """True if there are limits."""
         return self.fields.shape[1] == LIMITED_FIELDS
 
     @property
     def position(self) -> Integers:
-        """[k, b]."""
+        """Positions of the tokens, [k, b]."""
         return self.fields[:, 1]
 
     @property
     def rows(self) -> Integers:
-        """[k, b]."""
+        """Cache rows, [k, b]."""
         return self.fields[:, ROWS]

@@ -1,71 +1,51 @@
-"""Requests over one model and its cache: `add_request`, `step`, `abort`."""
+"""Engine that serves requests with one model and its cache: `add_request`, `step`, `abort`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from dms_train.hf.directory import resolve
 from dms_train.inference.accounting import TotalKV
-from dms_train.inference.devices import launches_on, require_device
+from dms_train.inference.devices import launches, launches_on, require_device
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.kv_cache_manager import KVCacheManager
 from dms_train.inference.models.loader import LoadedModel, load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.policies.registry import check_policy
 from dms_train.inference.request_builder import Prompt, RequestBuilder, checked_params
-from dms_train.inference.row_memory import RowMemory
-from dms_train.inference.runner import DecodeGroup, Launched, ModelRunner
+from dms_train.inference.runner import DecodeBurst, Launched, ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def _launches(
-    method: Callable[Concatenate[InferenceEngine, Arguments], Result],
-) -> Callable[Concatenate[InferenceEngine, Arguments], Result]:
-    """A method that launches kernels, on the engine's device in any thread."""
-
-    @wraps(method)
-    def launched(
-        self: InferenceEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
-        with launches_on(self.options.device):
-            return method(self, *args, **kwargs)
-
-    return launched
 
 
 class InferenceEngine:
     """Continues requests, one step at a time.
 
     A request waits until it fits into the cache, by priority and order of arrival. From then on
-    it takes part in every step until it finishes or is aborted. Where the cache becomes full, the
-    last requests lose their part of it and compute it again later; their tokens stay the same.
+    it takes part in every step until it finishes or is aborted. When the cache is full, the most
+    recent requests are preempted and computed again later; their tokens stay the same.
 
     Args:
         model: Directory or hub id (local cache only), of a family in `families`, dense or exported
-            with DMS; or a model that is loaded already, which has no tokenizer here.
-        options: How to run it.
+            with DMS; or a loaded model, which has no tokenizer here.
+        options: Options of the engine.
 
     Attributes:
         options: As given.
         architecture: Sizes of the model.
-        spec: What the model was trained for; None for a dense model.
-        dtype: Of weights and computation.
+        spec: Method the model was trained with; None for a dense model.
+        dtype: Dtype of weights and computation.
         tokenizer: The model's tokenizer; None if its directory has none.
-        decoded_steps: Decode steps of the kernels so far.
+        decoded_steps: Captured decode steps so far.
     """
 
     def __init__(self, model: str | Path | LoadedModel, options: EngineOptions) -> None:
@@ -82,7 +62,7 @@ class InferenceEngine:
         self.tokenizer = None if directory is None else Tokenizer.load(directory)
         with launches_on(options.device):
             self._runner = ModelRunner(loaded, options)
-        self._memory = RowMemory(self._runner.cache, options)
+        self._memory = KVCacheManager(self._runner.cache, options)
         self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)
         self._builder = RequestBuilder(
             self.tokenizer,
@@ -91,7 +71,7 @@ class InferenceEngine:
             longest=self.longest,
         )
         self._requests: dict[str, Request] = {}
-        self._launched: list[Launched] = []  # in this order; their tokens are not known yet
+        self._launched: list[Launched] = []  # in launch order; their tokens are still on the device
         self.decoded_steps = 0
         self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
 
@@ -102,29 +82,29 @@ class InferenceEngine:
 
     @property
     def kv(self) -> TotalKV | None:
-        """What the cache has cost so far; None before any request has finished."""
+        """Cost of the cache so far; None before any request has finished."""
         return self._runner.total.report()
 
     @property
     def preemptions(self) -> int:
-        """How often a sequence lost its part of the cache and had to compute it again."""
+        """Number of preemptions so far."""
         return self._scheduler.preemptions
 
     @property
     def decoding(self) -> int:
-        """Sequences whose prompts are computed and that have not finished."""
+        """Number of unfinished sequences whose prompts are computed."""
         placed = self._scheduler.placed
         return sum(not s.prefilling and s.finish_reason is None for s in placed)
 
     @property
     def unfinished(self) -> int:
-        """Sequences that wait or run."""
+        """Number of sequences that wait or run."""
         placed = self._scheduler.placed
         return len(self._scheduler.waiting) + sum(s.finish_reason is None for s in placed)
 
     @property
     def free_rows(self) -> int:
-        """Cache rows that no sequence has."""
+        """Number of cache rows without a sequence."""
         return len(self._scheduler.free_rows)
 
     @property
@@ -146,14 +126,14 @@ class InferenceEngine:
 
         Args:
             prompt: Text, token ids or `{"prompt_token_ids": [...]}`.
-            params: How to continue it.
-            priority: Lower ones go first.
-            timeout_s: Seconds after which it ends with what it has.
-            final_only: Have `step` return the request only when it has finished.
+            params: Sampling parameters.
+            priority: Lower values go first.
+            timeout_s: Seconds after which the request ends with the tokens it has.
+            final_only: Return the request from `step` only when it has finished.
             keep_cache: Keep the cache of the finished request until `abort`.
 
         Returns:
-            Its id, a number in the order of arrival.
+            Request id, a number in the order of arrival.
 
         Raises:
             InferenceError: The prompt is empty, too long or not of this vocabulary.
@@ -168,19 +148,18 @@ class InferenceEngine:
         return request.request_id
 
     def add_scoring(self, prompt: Prompt, continuations: list[list[int]]) -> str:
-        """Queue continuations of a prompt whose log-probabilities are wanted.
+        """Queue continuations of a prompt to compute their log-probabilities.
 
-        Nothing is generated. The prompt is computed once, with the cache as the model has it when
-        it generates; the continuations start from there. `step` returns the request when it has
-        finished: `outputs` has an entry for each continuation, with its tokens and their
-        `scores`.
+        Nothing is generated. The prompt is computed once, through the same cache as in generation.
+        `step` returns the request when it has finished: `outputs` has an entry for each
+        continuation, with its tokens and their `scores`.
 
         Args:
             prompt: As in `add_request`.
             continuations: Token ids, each at least one token.
 
         Returns:
-            Its id, as in `add_request`.
+            Request id, as in `add_request`.
 
         Raises:
             InferenceError: As in `add_request`; there is no continuation, or an empty one.
@@ -200,7 +179,7 @@ class InferenceEngine:
         return request.request_id
 
     def open_conversation(self) -> str:
-        """Prepare a request whose prompts come with `add_turn`; its id.
+        """Open a request whose prompts come with `add_turn`; return its id.
 
         Its cache is kept from turn to turn until `abort`. If another request needs the memory, the
         cache is freed and computed again at the next turn.
@@ -211,12 +190,12 @@ class InferenceEngine:
         return request.request_id
 
     def add_turn(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
-        """Give the next prompt of a conversation, which follows all of its tokens so far.
+        """Queue the next prompt of a conversation, which follows all of its tokens so far.
 
         Args:
             request_id: From `open_conversation`; its last turn has finished.
             prompt: Text or token ids of this turn only.
-            params: How to continue it; `n` must be 1.
+            params: Sampling parameters; `n` must be 1.
 
         Raises:
             InferenceError: The conversation was aborted, or as in `add_request`.
@@ -232,28 +211,28 @@ class InferenceEngine:
         self._builder.add_prompt(request, prompt, params)
         for sequence in request.sequences:
             if sequence.row is None:
-                self._scheduler.remove(sequence)  # it waits already if its cache was taken
+                self._scheduler.remove(sequence)  # a preempted sequence waits already
                 self._scheduler.add(sequence)
             else:
                 self._memory.assign(sequence)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do."""
+        """Return whether `step` has work."""
         return bool(self._launched or self._advanced) or self._scheduler.has_work
 
-    @_launches
+    @launches
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Compute one token of every decoding sequence, and parts of prompts within the limits.
 
-        Kernels compute up to `decode_steps` tokens of every decoding sequence where all requests
-        are returned when they have finished and keep no cache, and the kernels sample all of them.
+        Up to `decode_steps` tokens are computed if all requests are returned only when they have
+        finished, keep no cache, and are sampled on the device.
 
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
 
-        On a GPU the tokens of decoding sequences are only started; those of the step before are
-        returned. Prompts are started behind them. Sequences whose sampling needs the host are
-        computed there too, with the prompts of the step, and the host waits for them.
+        On a GPU, decode steps are only launched, and prompts after them; the tokens of the previous
+        step are returned. If the sampling of a sequence needs the host, the host waits for it and
+        for the prompts of the step.
 
         Args:
             request_ids: Requests that may take part; None for all.
@@ -274,29 +253,29 @@ class InferenceEngine:
             self._give_up(plan, [*in_flight, *taking_part])
             raise
 
-    @_launches
+    @launches
     def abort(self, request_id: str) -> None:
-        """Forget a request and free its cache at once; an id that is not known is ignored."""
+        """Forget a request and free its cache at once; ignore an unknown id."""
         request = self._requests.pop(request_id, None)
-        with ExitStack() as stack:  # everything is forgotten, even if something cannot be freed
+        with ExitStack() as stack:  # run all callbacks even if one of them fails
             stack.callback(self._memory.forget, request_id)
             for sequence in request.sequences if request is not None else ():
                 self._discard(sequence)
                 stack.callback(self._scheduler.remove, sequence)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request is waiting, running, or finished with its cache kept."""
+        """Return whether a request is waiting, running, or finished with its cache kept."""
         return request_id in self._requests
 
     def live_positions(self, request_id: str) -> list[list[Tensor]] | None:
-        """Which tokens of a request the cache holds now, as positions from its beginning.
+        """Return the positions of the tokens of a request that the cache holds now.
 
         Args:
-            request_id: Of a request; with several continuations the first one counts.
+            request_id: Request id; of several continuations the first one counts.
 
         Returns:
-            int64 [live] on the CPU for each layer and KV head; None while the request waits, and
-            where the cache does not keep positions.
+            int64 [live] on the CPU for each layer and KV head; None while the request waits, or if
+            the cache keeps no positions.
 
         Raises:
             InferenceError: There is no such request.
@@ -306,9 +285,9 @@ class InferenceEngine:
         row = self._requests[request_id].sequences[0].row
         return None if row is None else self._runner.cache.positions(row)
 
-    @_launches
+    @launches
     def logits(self, token_ids: list[int]) -> Tensor:
-        """Logits at every token of a text, computed through the cache.
+        """Compute the logits at every token of a text through the cache.
 
         Args:
             token_ids: The text.
@@ -317,16 +296,16 @@ class InferenceEngine:
             float [len(token_ids), vocab].
 
         Raises:
-            InferenceError: As `hidden_states`.
+            InferenceError: As in `hidden_states`.
         """
         to_logits = self._runner.model.decoder.logits
         return torch.cat([to_logits(hidden) for hidden in self._read(token_ids)])
 
-    @_launches
+    @launches
     def hidden_states(self, token_ids: list[int]) -> Tensor:
-        """Last hidden states at every token of a text, on the host.
+        """Compute the last hidden states at every token of a text; return them on the host.
 
-        Their product with `head` are the logits. They take little space beside these.
+        Their product with `head` are the logits, which take much more memory.
 
         Args:
             token_ids: The text.
@@ -346,7 +325,7 @@ class InferenceEngine:
         return self._runner.model.decoder.lm_head.weight
 
     def _read(self, token_ids: list[int]) -> Iterator[Tensor]:
-        """Hidden states of the parts of a text; each is valid until the next one."""
+        """Yield the hidden states of the chunks of a text; each is valid until the next one."""
         before, self._launched = self._launched, []
         self._receive(before)
         request = self._builder.request(SamplingParams())
@@ -367,37 +346,37 @@ class InferenceEngine:
             self._scheduler.remove(sequence)
 
     def _sequences(self, request_ids: Collection[str] | None) -> set[Sequence] | None:
-        """The sequences of these requests; None for all."""
+        """Return the sequences of these requests; None for all."""
         if request_ids is None:
             return None
         known = (self._requests[i] for i in request_ids if i in self._requests)
         return {sequence for request in known for sequence in request.sequences}
 
     def _finish(self, sequence: Sequence) -> None:
-        """Count a sequence that has ended, and free its cache unless it is to be kept."""
+        """Count a finished sequence, and free its cache unless it is kept."""
         self._runner.total.finish(sequence.meter.report())
         self._memory.finish(sequence)
         if not self._requests[sequence.request_id].keep_cache:
             self._scheduler.remove(sequence)
 
     def _advance(self, plan: Schedule[Sequence]) -> None:
-        """Compute a step and sample a token for each sequence that has no tokens left.
+        """Compute a planned step, and sample the next tokens.
 
         Args:
-            plan: Of the step; sequences that it ends keep what is on its way for them.
+            plan: The step; tokens in flight of the sequences that it ends are still received.
         """
         before = self._launched
         decoding: list[Sequence] = []
         rest: list[tuple[Sequence, int]] = []
         for sequence, count in plan.batch:
-            if self._runner.samples(sequence):
+            if self._runner.can_sample(sequence):
                 decoding.append(sequence)
             else:
                 rest.append((sequence, count))
-        steps = self._scheduler.group(plan) if self._groups(decoding, rest) else 1
+        steps = self._scheduler.group(plan) if self._can_burst(decoding, rest) else 1
         self._launched = [self._runner.launch(decoding, steps)] if decoding else []
-        known = not any(sequence.ahead for sequence, _ in rest)  # all of their tokens
-        if rest and known and self._runner.samples_behind(rest):
+        known = not any(sequence.ahead for sequence, _ in rest)  # the host has all their tokens
+        if rest and known and self._runner.can_sample_all(rest):
             self._launched.append(self._runner.launch_pass(rest))
             self._snapshot(rest)
             rest = []
@@ -409,8 +388,8 @@ class InferenceEngine:
         if rest:
             self._compute(rest)
 
-    def _groups(self, decoding: list[Sequence], rest: list[tuple[Sequence, int]]) -> bool:
-        """Whether a group of decode steps delays prompts only, and no request is streamed."""
+    def _can_burst(self, decoding: list[Sequence], rest: list[tuple[Sequence, int]]) -> bool:
+        """Return whether a burst delays prompts only, and no request is streamed."""
         if self.options.enable_prefix_caching or not all(s.prefilling for s, _ in rest):
             return False
         taking_part = [*decoding, *(sequence for sequence, _ in rest)]
@@ -440,14 +419,14 @@ class InferenceEngine:
         failed = [*computed, *plan.placed, *plan.ended, *others]
         ids = dict.fromkeys(sequence.request_id for sequence in failed)
         self._advanced = [s for s in self._advanced if s.request_id not in ids]
-        with ExitStack() as stack:  # all calls are made, even if some fail; the last one first
-            for part in launched:  # a graph's inputs are not written while it runs
+        with ExitStack() as stack:  # runs all callbacks, the last one first
+            for part in launched:  # the inputs of a running graph must not change
                 stack.callback(self._runner.wait, part)
             for request_id in ids:
                 stack.callback(self.abort, request_id)
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
-        """A pass whose tokens the host samples, with the prompts of the step."""
+        """Compute a pass whose tokens the host samples."""
         done = self._runner.step(batch)
         self._snapshot(batch)
         chosen = [sequence for sequence, _ in batch if sequence.is_sampled]
@@ -463,14 +442,14 @@ class InferenceEngine:
             sequence.append(token)
 
     def _snapshot(self, batch: list[tuple[Sequence, int]]) -> None:
-        """Take the snapshots of sequences whose next tokens are cut here."""
+        """Take the snapshots that are planned after this pass."""
         for sequence, _ in batch:
-            self._memory.note(sequence)
+            self._memory.take_planned(sequence)
 
     def _receive(self, launched: list[Launched]) -> None:
-        """Take the tokens of what a step has started."""
+        """Receive the tokens of launched bursts and passes."""
         for part in launched:
-            if isinstance(part, DecodeGroup):
+            if isinstance(part, DecodeBurst):
                 self.decoded_steps += part.steps
             for sequence in self._runner.receive(part):
                 self._observe(sequence)
@@ -479,7 +458,7 @@ class InferenceEngine:
                     self._discard(sequence)
 
     def _discard(self, sequence: Sequence) -> None:
-        """Forget what is on its way for a sequence that has ended."""
+        """Drop the tokens in flight of a sequence that has ended."""
         sequence.ahead = 0
         for part in self._launched:
             part.unwanted.add(sequence)
@@ -488,9 +467,9 @@ class InferenceEngine:
         self._scheduler.observe(sequence.meter.tokens, sequence.meter.live_tokens)
 
     def _report(self, allowed: Collection[Sequence] | None) -> list[Sequence]:
-        """Sequences that have advanced, of requests that are known, to be reported now.
+        """Return the sequences that have advanced and are reported now.
 
-        Those that go on are left out where their request is returned only when it has finished.
+        Unfinished sequences are left out if their request is returned only when it has finished.
         """
         now: list[Sequence] = []
         later: list[Sequence] = []

@@ -1,4 +1,4 @@
-"""The paged cache behind `generate()` of an export, one layer at a time.
+"""The paged cache of `generate()` of an export, one layer at a time.
 
 The modelling code of an export (`export/shipped/generation_dms.py`) loads this module where this
 package is installed. It brings tokens with RoPE applied and with padding before the texts; the
@@ -18,12 +18,12 @@ from torch import Tensor
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
-from dms_train.inference.policies.base import Arrival, CachePolicy
+from dms_train.inference.policies.base import CachePolicy, NewTokens
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_TOKENS = 4096  # of a prompt at once
@@ -57,20 +57,20 @@ class ExportTokens(Protocol):
 
 
 def supports(key: Tensor) -> bool:
-    """Whether the kernels run where these keys [b, h, n, d] are, and take them."""
-    return key.dtype in _DTYPES and key.shape[-1] % 2 == 0 and decode.runs_on(key.device)
+    """Return whether the kernels run where these keys [b, h, n, d] are, and take them."""
+    return key.dtype in _DTYPES and key.shape[-1] % 2 == 0 and dispatch.is_supported(key.device)
 
 
 def open_pages(
     key: Tensor, *, window: int, shift: int, pool: GrowingPool | None = None
 ) -> ExportPages:
-    """An empty cache for one layer.
+    """Create an empty cache for one layer.
 
     Args:
         key: [b, h, n, d], like those that will be stored.
         window: Distance up to which a token is always read.
         shift: Distance from a token to the decision that governs it.
-        pool: Of another layer on the same device; None makes one.
+        pool: Pool of another layer on the same device; None creates one.
     """
     rows, heads, _, size = key.shape
     policy = KeepAllPolicy() if window > _ENDLESS else DMSPolicy(window, shift)
@@ -89,7 +89,7 @@ class GrowingPool(DevicePool):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages."""
+        """Return the bytes of all pages."""
         return self.pages.nbytes
 
     def reserve(self, count: int) -> None:
@@ -129,7 +129,7 @@ class ExportPages(PagedKVCache):
     """A paged cache of one layer.
 
     Args:
-        pool: Where the pages come from.
+        pool: Pool of the pages.
         policy: One that the kernels support.
         rows: Sequences.
         heads: KV heads.
@@ -138,13 +138,13 @@ class ExportPages(PagedKVCache):
     pool: GrowingPool
 
     def __init__(self, pool: GrowingPool, policy: CachePolicy, *, rows: int, heads: int) -> None:
-        super().__init__(pool, policy, layers=1, rows=rows, heads=heads, longest=0)
+        super().__init__(pool, policy, CacheSizes(1, rows, heads, group=1, longest=0))
         self.rows = rows
         self._most = 0  # no sequence has more tokens
         self._seen = torch.zeros(rows, dtype=torch.int64, device=pool.device)
 
     def queries_at_once(self, lists: int, keys: int) -> int:
-        """Most tokens of one `attend`; the kernels keep no scores."""
+        """Return the most tokens of one `attend`; the kernels keep no scores."""
         return _MOST_TOKENS
 
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: ExportTokens) -> Attended:
@@ -169,7 +169,7 @@ class ExportPages(PagedKVCache):
         return done._replace(output=torch.where(real[:, None, :, None], done.output, 0))
 
     def taken(self, rows: Tensor) -> ExportPages:
-        """A cache of copies of these rows, int64 [b], which may repeat; pages of the same pool."""
+        """Copy rows, int64 [b], which may repeat, into a new cache on the same pool."""
         heads = self.lists.lengths.shape[2]
         copy = ExportPages(self.pool, self.policy, rows=len(rows), heads=heads)
         copy.lists.lengths, copy._rings = self.lists.lengths[:, rows], self._rings[:, rows]
@@ -193,7 +193,7 @@ class ExportPages(PagedKVCache):
     def _attend_one(
         self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
     ) -> Attended:
-        """One token per sequence. Its RoPE is done: the kernel turns it by no angle."""
+        """Compute one token per sequence. Its RoPE is done: the kernel turns it by no angle."""
         b, heads, _, d = query.shape
         h = arrival.key.shape[1]
         angle = query.new_zeros(b, 1, 1, 1, d)
@@ -212,14 +212,14 @@ class ExportPages(PagedKVCache):
     def _attend_prompt(
         self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
     ) -> Attended:
-        """Several tokens per sequence, moved to the front; sequences without a token are left."""
+        """Compute several tokens per sequence, moved to the front; skip empty sequences."""
         some = real.any(1).nonzero()[:, 0]
         order = (~real[some]).int().argsort(dim=1, stable=True)
         count = torch.arange(real.shape[1], device=real.device)
         position = torch.where(
             count < real[some].sum(1, keepdim=True), self._seen[some, None] + count, -1
         )
-        moved = Arrival(
+        moved = NewTokens(
             position,
             _columns(arrival.key[some], order),
             _columns(arrival.value[some], order),
@@ -241,6 +241,6 @@ def _decisions(arrival: ExportTokens) -> Tensor:
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
-    """Columns of x, [b, heads, n] or [b, heads, n, d], in this order, int64 [b, n]."""
+    """Return the columns of x, [b, heads, n] or [b, heads, n, d], in this order, int64 [b, n]."""
     index = order[:, None] if x.dim() == 3 else order[:, None, :, None]
     return x.gather(2, index.expand(x.shape))

@@ -1,28 +1,26 @@
 """Decode steps replayed as CUDA graphs: one launch instead of several hundred.
 
-A graph holds whole steps: the layers, the logits and the next token of every sequence, which the
-next step reads without the host. It is captured at the start for every batch size that is a power
-of two, with one step and with a group of them, with and without top-k, top-p and min-p; unused
-places hold row -1, which the kernels skip.
-The cache never moves, so that the graphs stay valid. In Triton's interpreter, on a CPU, the same
-steps run without graphs.
+A graph holds whole steps: the layers, the logits and the next token of every sequence. The next
+step reads the tokens without the host. Graphs are captured at the start for every batch size that
+is a power of two, with one step and with a burst of steps, with and without top-k, top-p and min-p.
+Unused batch slots have row -1, which the kernels skip. The cache never moves, so that the graphs
+stay valid. In Triton's interpreter, on a CPU, the same steps run without graphs.
 
-Shape letters: b sequences of a step, k steps of a group.
+Shape letters: b sequences of a step, k steps of a burst.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dms_train.inference import devices
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import (
     FIELDS,
     LIMITED_FIELDS,
@@ -33,17 +31,18 @@ from dms_train.inference.decode_inputs import (
 )
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
-from dms_train.inference.models.fused import FusedDecoder, suits
+from dms_train.inference.models.fused import FusedDecoder, can_fuse
+from dms_train.kernels import dispatch
 
-_AHEAD = 2  # groups whose numbers may be on their way between host and device
+_IN_FLIGHT = 2  # bursts whose inputs or results may be in flight between host and device
 
 
-class GroupStatus(NamedTuple):
-    """What the host learns after a group of steps.
+class BurstStatus(NamedTuple):
+    """Results of a burst of steps on the host.
 
     Attributes:
-        tokens: [k, b], the sampled ones.
-        lists: int32 [any, k, layers, rows, KV heads], for `PagedKVCache.counts`.
+        tokens: [k, b], sampled tokens.
+        lists: int32 [any, k, layers, rows, KV heads], argument of `CapturableCache.counts`.
         left: Free pages at the end.
         fault: `FreePages.fault`.
     """
@@ -54,14 +53,14 @@ class GroupStatus(NamedTuple):
     fault: int
 
 
-class LaunchedGroup:
-    """A group of steps on its way.
+class LaunchedBurst:
+    """A burst of steps in flight.
 
     Args:
-        status: int32 [k, ...], which its last kernels write.
-        sequences: Of each step.
-        shape: Of `GroupStatus.lists` for one step.
-        reserved: `DevicePool.reserved` when it was launched.
+        status: int32 [k, ...], written by the last kernel of each step.
+        sequences: Number of sequences of each step.
+        shape: Shape of `BurstStatus.lists` for one step.
+        reserved: `CapturableCache.reserved_pages` at the launch.
     """
 
     def __init__(
@@ -74,24 +73,25 @@ class LaunchedGroup:
         self._status, self._sequences, self._shape = status, sequences, shape
         self.reserved = reserved
 
-    def wait(self) -> GroupStatus:
-        """The host waits until the steps are done."""
-        behind, status = 2 + math.prod(self._shape), self._status.wait().numpy()
-        lists = status[:, 2:behind].reshape(-1, *self._shape).copy()
-        tokens = status[:, behind:].copy().view(np.int64)[:, : self._sequences]
+    def wait(self) -> BurstStatus:
+        """Wait for the steps and return their results."""
+        status = self._status.wait().numpy()
+        end = 2 + math.prod(self._shape)  # of the lists, which follow free pages and fault
+        lists = status[:, 2:end].reshape(-1, *self._shape).copy()
+        tokens = status[:, end:].copy().view(np.int64)[:, : self._sequences]
         left, fault = status[-1, :2].tolist()
-        return GroupStatus(tokens, torch.from_numpy(lists).movedim(1, 0), left, fault)
+        return BurstStatus(tokens, torch.from_numpy(lists).movedim(1, 0), left, fault)
 
 
 class _Captured(NamedTuple):
-    """A graph with the memory it reads and writes.
+    """A graph with its inputs and outputs.
 
     Attributes:
         replay: Runs the steps.
         sent: int64 [k, 5 or with limits 8, b] on the host, the fields of `DecodeInputs`.
-        inputs: The same on the device.
-        received: int32 [k, ...] on the host, what `GroupStatus` is made of.
-        steps: What was captured; it holds the rest of the memory.
+        inputs: Copy of `sent` on the device.
+        received: int32 [k, ...] on the host, raw data of `BurstStatus`.
+        steps: The captured function, which keeps the remaining memory alive.
     """
 
     replay: Callable[[], None]
@@ -105,51 +105,50 @@ class DecodeGraphs:
     """The graphs of one decoder and cache.
 
     Args:
-        decoder: Where Triton runs.
+        decoder: A decoder on a device where Triton runs.
         cache: Its cache.
         most: Largest batch.
         longest: Most tokens of a sequence.
-        steps: Of a group; groups of one step are captured as well.
+        steps: Steps of a burst; bursts of one step are captured as well.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: PagedKVCache, most: int, longest: int, steps: int = 1
+        self, decoder: Decoder, cache: CapturableCache, most: int, longest: int, steps: int = 1
     ) -> None:
         self._cache = cache
-        self._last = torch.zeros(most, dtype=torch.int64, device=cache.pool.device)
-        self._sampler: Any = importlib.import_module("dms_train.kernels.layers.triton_sample")
-        self._report: Any = importlib.import_module("dms_train.kernels.decode.triton_report").report
+        self._last = torch.zeros(most, dtype=torch.int64, device=cache.device)
+        self._kernels = dispatch.triton_kernels()
         self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
-        self._memory = self._sampler.Workspace.of(max(sizes), cache.pool.device)
-        # what a graph reads and writes must be kept as long as the graph
+        self._memory = self._kernels.sample_workspace(max(sizes), cache.device)
+        # a graph does not keep its memory alive
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
         self._recorder, self._copies = None, None
-        if cache.pool.device.type == "cuda":
-            self._recorder = _Recorder(cache.pool.device)
-            self._copies = torch.cuda.Stream(cache.pool.device)
+        if cache.device.type == "cuda":
+            self._recorder = _Recorder(cache.device)
+            self._copies = torch.cuda.Stream(cache.device)
         with torch.no_grad(), cache.recording():
             self._graphs = {
                 (size, count, limited): [
-                    self._capture(size, count, limited=limited) for _ in range(_AHEAD)
+                    self._capture(size, count, limited=limited) for _ in range(_IN_FLIGHT)
                 ]
                 for size in reversed(sizes)
                 for count in {1, steps}
                 for limited in (False, True)
             }
 
-    def launch(self, inputs: PackedInputs) -> LaunchedGroup:
-        """Run a group of steps, each of one token of every sequence; the host does not wait.
+    def launch(self, inputs: PackedInputs) -> LaunchedBurst:
+        """Launch a burst of steps of one token per sequence; the host does not wait.
 
-        At most two groups may be on their way.
+        At most two bursts may be in flight.
 
         Args:
-            inputs: Of k steps; k is 1 or the `steps` of this object.
+            inputs: Inputs of k steps; k is 1 or the `steps` of this object.
         """
         k, _, b = inputs.fields.shape
         self._cache.prepare(b * self._cache.pages_of_steps(k))
-        self._turn = (self._turn + 1) % _AHEAD
+        self._turn = (self._turn + 1) % _IN_FLIGHT
         captured = self._graphs[1 << _power(b), k, inputs.limited][self._turn]
         sent, received = captured.sent.numpy(), captured.received
         sent[:, ROWS] = -1
@@ -157,26 +156,26 @@ class DecodeGraphs:
         self._copy(captured)
         captured.replay()
         status = devices.Fetched(received)
-        reserved = self._cache.pool.reserved
+        reserved = self._cache.reserved_pages
         shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
-        return LaunchedGroup(status, b, shape, reserved)
+        return LaunchedBurst(status, b, shape, reserved)
 
     def sample(self, logits: Tensor, inputs: PackedInputs) -> Tensor:
-        """Draw a token of every sequence behind a forward pass; the host does not wait.
+        """Sample a token of every sequence after a forward pass; the host does not wait.
 
-        The next step finds the tokens where it finds those of the step before.
+        The next step reads these tokens like those of a decode step.
 
         Args:
             logits: [b, vocab] on the device.
-            inputs: Of one step.
+            inputs: Inputs of one step.
 
         Returns:
             int64 [b] on the device.
         """
         fields = DecodeInputs.of(devices.sent(inputs.fields[0], logits.device))
         tokens = torch.empty_like(fields.rows)
-        self._sampler.sample(
-            logits.to(self._decoder.lm_head.weight.dtype),  # as the steps have them
+        self._kernels.sample(
+            logits.to(self._decoder.lm_head.weight.dtype),  # the dtype of captured steps
             fields.temperature,
             fields.keys,
             fields.rows,
@@ -189,25 +188,24 @@ class DecodeGraphs:
 
     def _capture(self, size: int, count: int, *, limited: bool) -> _Captured:
         """Record `count` steps of `size` sequences."""
-        device = self._cache.pool.device
+        device = self._cache.device
         fields = LIMITED_FIELDS if limited else FIELDS
         sent = torch.zeros(count, fields, size, dtype=torch.int64)
         sent[:, ROWS] = -1
         inputs, tokens = sent.to(device), torch.zeros(size, dtype=torch.int64, device=device)
-        layers = self._fused if suits(self._decoder, size) else self._layers
+        layers = self._fused if can_fuse(self._decoder, size) else self._layers
         parts = [*self._cache.status(), tokens.view(torch.int32)]
         received = torch.zeros(count, sum(map(len, parts)), dtype=torch.int32)
         if device.type == "cuda":
             sent, received = sent.pin_memory(), received.pin_memory()
 
-        # the steps are kept by this object and must not keep it in turn: its memory would stay
-        sampler, last, memory = self._sampler, self._last, self._memory
-        report = self._report
+        # local names: steps that referred to self would form a cycle, and its memory would stay
+        kernels, last, memory = self._kernels, self._last, self._memory
 
         def steps() -> None:
             for number in range(count):
                 fields = DecodeInputs.of(inputs[number])
-                sampler.sample(
+                kernels.sample(
                     layers.logits(fields, last),
                     fields.temperature,
                     fields.keys,
@@ -217,13 +215,13 @@ class DecodeGraphs:
                     memory=memory,
                     limits=fields.limits,
                 )
-                report(parts, received[number])
+                kernels.report_status(parts, received[number])
 
         replay = steps if self._recorder is None else self._recorder.graph(steps)
         return _Captured(replay, sent, inputs, received, steps)
 
     def _copy(self, captured: _Captured) -> None:
-        """Send the inputs of steps while the GPU still computes the steps before."""
+        """Send the inputs of steps while the GPU computes the previous steps."""
         if self._copies is None:
             captured.inputs.copy_(captured.sent)
             return
@@ -233,13 +231,13 @@ class DecodeGraphs:
 
 
 class _Layers:
-    """Decode steps by the decoder's own layers, where those of `fused` do not suit."""
+    """Decode steps by the decoder's own layers, if it cannot use the fused ones."""
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: CapturableCache) -> None:
         self._decoder, self._cache = decoder, cache
 
     def logits(self, inputs: DecodeInputs, last: Tensor) -> Tensor:
-        """As `FusedDecoder.logits`."""
+        """Run one token of every sequence; see `FusedDecoder.logits`."""
         newest = last[inputs.rows.clamp(min=0)]
         tokens = torch.where(inputs.tokens < 0, newest, inputs.tokens)
         batch = TokenBatch.rectangular(tokens[:, None], inputs.position[:, None], inputs.rows)
@@ -248,10 +246,10 @@ class _Layers:
 
 
 class _Recorder:
-    """Captures steps as graphs whose intermediate results lie in the same memory.
+    """Captures steps as graphs whose intermediate results share memory.
 
-    Graphs are replayed one after the other, and a replay reads nothing that another one has
-    computed there. torch gives memory of a pool to captures on one stream only.
+    Graphs are replayed one after the other, and none reads intermediate results of another. torch
+    gives memory of a pool to captures on one stream only.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -259,7 +257,7 @@ class _Recorder:
         self._memory = torch.cuda.graph_pool_handle()
 
     def graph(self, steps: Callable[[], None]) -> Callable[[], None]:
-        """Capture steps, after a warm-up that compiles their kernels; returns what replays them."""
+        """Capture steps after a warm-up that compiles their kernels; return the replay function."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -272,5 +270,5 @@ class _Recorder:
 
 
 def _power(size: int) -> int:
-    """Of the smallest power of two that is not below `size`."""
+    """Return the exponent of the smallest power of two >= `size`."""
     return (size - 1).bit_length()

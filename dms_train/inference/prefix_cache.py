@@ -1,8 +1,8 @@
 """Snapshots of cache rows, from which sequences with the same first tokens start.
 
-The state of a cache after a token depends on the tokens up to it only. A sequence that begins with
+The state of a cache after a token depends only on the tokens up to it. A sequence that begins with
 the tokens of a snapshot therefore need not compute them again. A snapshot can be taken at any
-token, but not be cut later: evicted tokens are gone.
+token, but cannot be shortened later, because evicted tokens are gone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from dms_train.inference.cache.interface import Snapshot
 
-_PROMPTS = 64  # recent ones that are compared with a new one
-_SHORTEST = 16  # tokens of a common prefix that are worth a snapshot
+_PROMPTS = 64  # recent prompts that a new one is compared with
+_SHORTEST = 16  # tokens of a common prefix that is worth a snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,9 +22,9 @@ class _Entry:
     """A snapshot.
 
     Attributes:
-        tokens: What it holds.
-        snapshot: Of the cache.
-        owner: Request that may use it; None for all.
+        tokens: Tokens that it holds.
+        snapshot: Snapshot of the cache.
+        owner: The only request that may use it; None for all.
     """
 
     tokens: list[int]
@@ -36,7 +36,7 @@ class PrefixCache:
     """Snapshots, the least recently used first.
 
     Args:
-        most: Number of snapshots that are kept for all requests; those of a request are besides.
+        most: Number of snapshots kept for all requests; snapshots with an owner are not counted.
     """
 
     def __init__(self, most: int) -> None:
@@ -48,7 +48,7 @@ class PrefixCache:
         return len(self._entries)
 
     def add(self, tokens: list[int], take: Callable[[], Snapshot], owner: str | None) -> None:
-        """Take a snapshot, unless there is one of these tokens; another may be released for it."""
+        """Take a snapshot unless one of these tokens exists; this may release another."""
         if any(entry.owner == owner and entry.tokens == tokens for entry in self._entries):
             return
         self._entries.append(_Entry(tokens, take(), owner))
@@ -57,25 +57,25 @@ class PrefixCache:
             self._release(shared[0])
 
     def length(self, tokens: list[int], request: str) -> int:
-        """Tokens of the longest snapshot that a sequence of these tokens can start from."""
-        found = self._find(tokens, request)
-        return 0 if found is None else len(found.tokens)
+        """Return the length of the longest snapshot that a sequence can start from."""
+        entry = self._find(tokens, request)
+        return 0 if entry is None else len(entry.tokens)
 
     def restore(self, tokens: list[int], request: str, row: int) -> int:
-        """Put that snapshot, if there is one, into an empty row. Returns its tokens."""
-        found = self._find(tokens, request)
-        if found is None:
+        """Restore the longest snapshot into an empty row; return its length, 0 if there is none."""
+        entry = self._find(tokens, request)
+        if entry is None:
             return 0
-        self._entries.remove(found)
-        self._entries.append(found)
-        found.snapshot.restore(row)
-        return len(found.tokens)
+        self._entries.remove(entry)
+        self._entries.append(entry)
+        entry.snapshot.restore(row)
+        return len(entry.tokens)
 
     def common_prefix(self, prompt: list[int]) -> int:
-        """Most first tokens that a prompt shares with a recent one; it is a recent one then.
+        """Return the length of the longest prefix shared with a recent prompt; remember the prompt.
 
         Returns:
-            Their number, less than the prompt's; 0 if they are too few for a snapshot.
+            Less than the length of the prompt; 0 if too short for a snapshot.
         """
         lengths = (_common(prompt[:-1], other) for other in self._prompts)
         longest = max(lengths, default=0)
@@ -83,11 +83,11 @@ class PrefixCache:
         return longest if longest >= _SHORTEST else 0
 
     def reclaim(self, tokens: list[int] | None, request: str | None) -> bool:
-        """Release the least recently used snapshot. False if there is none.
+        """Release the least recently used snapshot; return whether there was one.
 
         Args:
-            tokens: The snapshot that a sequence of these tokens would start from is kept.
-            request: The sequence's.
+            tokens: Tokens of a sequence whose snapshot is kept; None keeps none.
+            request: Request of this sequence.
         """
         kept = None if tokens is None or request is None else self._find(tokens, request)
         for entry in self._entries:
@@ -102,7 +102,7 @@ class PrefixCache:
             self._release(entry)
 
     def _find(self, tokens: list[int], request: str) -> _Entry | None:
-        """The longest snapshot of first tokens that leaves one to compute."""
+        """Return the longest snapshot of a proper prefix, so that one token is left to compute."""
         usable = (
             entry
             for entry in self._entries
@@ -118,7 +118,7 @@ class PrefixCache:
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Length of the common prefix of two lists."""
+    """Return the length of the common prefix of two lists."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

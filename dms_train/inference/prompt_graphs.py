@@ -1,9 +1,9 @@
 """Chunks of prompts replayed as CUDA graphs, so that the GPU does not wait for the host.
 
 A chunk takes some hundred small kernels, which the host launches more slowly than the GPU runs
-them. A graph holds the chunks of 1, 4 or 16 sequences, padded to one of a few sizes. It is captured
-when chunks of its size and kind come for the second time; the first time its kernels are launched,
-and compiled. Where there is no GPU, the same padded chunks run without graphs.
+them. A graph holds the chunks of 1, 4 or 16 sequences, padded to one of a few sizes. The first
+chunks of a size and kind launch and compile their kernels. The second ones are captured. Without a
+GPU, the same padded chunks run without graphs.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.devices import sent
-from dms_train.inference.models.batch import Group, TokenBatch
+from dms_train.inference.models.batch import MicroBatch, TokenBatch
 from dms_train.inference.models.decoder import Decoder
 
 _SMALLEST = 16  # tokens of a graph
 _SEQUENCES = (16, 4, 1)  # of a graph
-_SHORT = 128  # tokens of a chunk that shares a graph; longer ones occupy the GPU alone
-_MOST = 24  # replays; launching the kernels of one pass of all takes less time than more of them
+_SHORT = 128  # most tokens of a chunk that shares a graph; longer ones fill the GPU alone
+_MOST = 24  # replays of a step; with more, launching one pass over all chunks is faster
 
 Part: TypeAlias = tuple[int, int, list[int]]  # row, position of the first token, tokens
-Batch: TypeAlias = tuple[int, list[int]]  # tokens of a chunk with its padding, places of chunks
+Batch: TypeAlias = tuple[int, list[int]]  # tokens of a padded chunk, indices of its chunks
 
 
 class _Kind(NamedTuple):
-    """What a graph computes.
+    """Key of a graph.
 
     Attributes:
-        sequences: How many.
-        size: Tokens of each, padding included.
+        sequences: Number of sequences.
+        size: Tokens of each sequence, padding included.
         whole: Whether there is no padding.
-        begins: Whether the cache holds nothing of the prompts.
-        copies: Whether pages that others hold too are copied before they change.
+        begins: Whether the cache is empty for these prompts.
+        copies: Whether shared pages are copied before they change.
     """
 
     sequences: int
@@ -51,14 +51,14 @@ class PromptGraphs:
     """The graphs of one decoder and cache.
 
     Args:
-        decoder: Where Triton runs.
+        decoder: A decoder on a device where Triton runs.
         cache: Its cache.
         chunk: Most tokens of a chunk.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, chunk: int) -> None:
+    def __init__(self, decoder: Decoder, cache: CapturableCache, chunk: int) -> None:
         self._decoder, self._cache = decoder, cache
-        device = self._device = cache.pool.device
+        device = self._device = cache.device
         self._sizes = chunk_sizes(chunk)
         layers, _, heads = cache.lists_shape
         # rows, first positions and numbers of tokens, and the tokens
@@ -74,10 +74,10 @@ class PromptGraphs:
             self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def batches(self, parts: list[Part]) -> list[Batch] | None:
-        """Which chunks share a graph; None if one pass without graphs takes less time.
+        """Divide chunks into graphs; None if one pass without graphs takes less time.
 
         Args:
-            parts: Of each chunk, its cache row, the position of its first token, and its tokens.
+            parts: Cache row, position of the first token, and tokens of each chunk.
         """
         if any(len(tokens) == 1 for _, _, tokens in parts):
             return None
@@ -85,23 +85,23 @@ class PromptGraphs:
         for number, (_, first, tokens) in enumerate(parts):
             size = next(size for size in self._sizes if size >= len(tokens))
             alike.setdefault((size, first == 0), []).append(number)
-        found = [
+        batches = [
             (size, numbers)
-            for (size, _), places in alike.items()
-            for numbers in _divided(places, self._sizes[-1] // size if size <= _SHORT else 1)
+            for (size, _), chunks in alike.items()
+            for numbers in _split(chunks, self._sizes[-1] // size if size <= _SHORT else 1)
         ]
-        return found if len(found) <= _MOST else None
+        return batches if len(batches) <= _MOST else None
 
     def step(self, parts: list[Part], batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """As the decoder's `forward`, for chunks one after the other.
+        """Run chunks one after the other; see `Decoder.forward`.
 
         Args:
             parts: As given to `batches`.
-            batches: What it has returned.
+            batches: Result of `batches`.
 
         Returns:
-            Hidden states [t, c] and slots read, int64 [layers, chunks, kv_heads]. Those of a single
-            chunk are overwritten by the next call.
+            Hidden states [t, c] and slots read, int64 [layers, chunks, kv_heads]. The next call
+            overwrites the results of a single chunk.
         """
         with self._cache.reserved([(row, len(tokens)) for row, _, tokens in parts]):
             if len(parts) == 1:
@@ -110,24 +110,24 @@ class PromptGraphs:
             return self._in_order(parts, batches)
 
     def _in_order(self, parts: list[Part], batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """Results of several chunks in their order."""
+        """Return the results of several chunks in their order."""
         hidden, reads, begin = [], [], 0
-        places: list[range] = [range(0)] * len(parts)  # of their tokens in `hidden`
+        token_ranges: list[range] = [range(0)] * len(parts)  # in `hidden`
         order: list[int] = []
         for size, numbers in batches:
             self._replay([parts[number] for number in numbers], size)
             hidden.append(self._hidden[: len(numbers) * size].clone())
             reads.append(self._reads[:, : len(numbers)].clone())
             for number in numbers:
-                places[number] = range(begin, begin + len(parts[number][2]))
+                token_ranges[number] = range(begin, begin + len(parts[number][2]))
                 begin += size
             order += numbers
-        index = sent(np.concatenate([np.array(place) for place in places]), self._device)
+        index = sent(np.concatenate([np.array(tokens) for tokens in token_ranges]), self._device)
         back = sent(np.argsort(order), self._device)
         return torch.cat(hidden)[index], torch.cat(reads, 1)[:, back]
 
     def _replay(self, parts: list[Part], size: int) -> None:
-        """Leave the results of chunks in the memory for them."""
+        """Write the results of chunks to `_hidden` and `_reads`."""
         rows, first, tokens = zip(*parts, strict=True)
         counts = [len(part) for part in tokens]
         begins = first[0] == 0
@@ -136,7 +136,7 @@ class PromptGraphs:
             size=size,
             whole=min(counts) == size,
             begins=begins,
-            copies=self._cache.pool.sharing and not begins,
+            copies=self._cache.shares_pages and not begins,
         )
         padded = [token for part in tokens for token in [*part, *[0] * (size - len(part))]]
         given = [*rows, *first, *counts, *padded]
@@ -151,7 +151,7 @@ class PromptGraphs:
             self._graphs[kind].replay()
 
     def _run(self, kind: _Kind) -> None:
-        """Compute the chunks of `_inputs`."""
+        """Compute the chunks in `_inputs`."""
         b, size = kind.sequences, kind.size
         rows, first, count = self._inputs[: 3 * b].view(3, b)
         tokens, place = self._inputs[3 * b :][: b * size], torch.arange(size, device=self._device)
@@ -159,13 +159,17 @@ class PromptGraphs:
         if not kind.whole:
             position = torch.where(place < count[:, None], position, -1)
         lengths = None if kind.whole else (size,) * b
-        group = Group(rows, position, slice(0, b * size), lengths=lengths, begins=kind.begins)
-        hidden, reads = self._decoder(TokenBatch(tokens, position.flatten(), [group]), self._cache)
+        micro_batch = MicroBatch(
+            rows, position, slice(0, b * size), lengths=lengths, begins=kind.begins
+        )
+        hidden, reads = self._decoder(
+            TokenBatch(tokens, position.flatten(), [micro_batch]), self._cache
+        )
         self._hidden[: b * size] = hidden
         self._reads[:, :b] = reads
 
     def _launch(self, kind: _Kind) -> None:
-        """Run a chunk where its graph will be captured, which wants its kernels compiled."""
+        """Run a chunk on the capture stream, to compile its kernels before the capture."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -174,7 +178,7 @@ class PromptGraphs:
         self._launched.add(kind)
 
     def _capture(self, kind: _Kind) -> torch.cuda.CUDAGraph:
-        """Record a chunk, which computes nothing."""
+        """Capture a chunk without computing it."""
         graph = torch.cuda.CUDAGraph()
         # other threads of a server may use the GPU meanwhile
         where = torch.cuda.graph(
@@ -185,8 +189,8 @@ class PromptGraphs:
         return graph
 
 
-def _divided(numbers: list[int], most: int) -> Iterator[list[int]]:
-    """In lists of `_SEQUENCES`, and of no more than `most`."""
+def _split(numbers: list[int], most: int) -> Iterator[list[int]]:
+    """Split into lists whose lengths are in `_SEQUENCES` and at most `most`."""
     begin = 0
     while begin < len(numbers):
         left = min(most, len(numbers) - begin)
@@ -196,9 +200,9 @@ def _divided(numbers: list[int], most: int) -> Iterator[list[int]]:
 
 
 def chunk_sizes(chunk: int) -> list[int]:
-    """Tokens that chunks are padded to, ascending: 16, 24, 32, 48, 64, ... and `chunk`."""
-    found, size = [], _SMALLEST
+    """Return the padded sizes of chunks, ascending: 16, 24, 32, 48, 64, ... and `chunk`."""
+    sizes, size = [], _SMALLEST
     while size < chunk:
-        found += [size, size * 3 // 2]
+        sizes += [size, size * 3 // 2]
         size *= 2
-    return [*(size for size in found if size < chunk), chunk]
+    return [*(size for size in sizes if size < chunk), chunk]

@@ -1,14 +1,13 @@
 """One forward pass over several sequences: token ids in, logits and cache statistics out.
 
-On a GPU, the decoding sequences of a step, or of a group of steps, are one CUDA graph that samples
-as well. The next one can be launched before the host knows the tokens of this one. Behind prompts
-the same kernel samples, so that the host does not wait for them either.
+On a GPU, the decoding sequences of a step, or of a burst of steps, are one CUDA graph that samples
+as well. The next graph can be launched before the host knows the tokens of this one. The same
+kernel samples after prompts, so that the host does not wait for them either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
@@ -17,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dms_train.inference.accounting import GroupCounts, PassCounts, TotalMeter
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.accounting import BurstCounts, PassCounts, TotalMeter
 from dms_train.inference.cache_builder import build_cache, longest_sequence
 from dms_train.inference.decode_inputs import Floats, Integers, PackedInputs
 from dms_train.inference.devices import Fetched, sent
-from dms_train.inference.graphs import DecodeGraphs, LaunchedGroup
+from dms_train.inference.graphs import DecodeGraphs, LaunchedBurst
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -35,44 +33,44 @@ from dms_train.inference.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeGroup:
-    """A group of decode steps on its way.
+class DecodeBurst:
+    """A burst of decode steps in flight.
 
     Attributes:
-        sequences: Those that take part.
-        counts: In how many of the steps each of them does.
-        prefill: Whether the first step computes a prompt token of it.
-        inputs: Of the steps.
-        launched: Their results.
-        unwanted: Sequences that have ended since.
+        sequences: Sequences that take part.
+        counts: Number of steps of each sequence.
+        prefill: Whether the first step computes a prompt token of the sequence.
+        inputs: Inputs of the steps.
+        launched: Results of the steps.
+        unwanted: Sequences that have ended since the launch.
     """
 
     sequences: list[Sequence]
     counts: list[int]
     prefill: list[bool]
     inputs: PackedInputs
-    launched: LaunchedGroup
+    launched: LaunchedBurst
     unwanted: set[Sequence] = field(default_factory=set)
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """Number of steps."""
         return len(self.inputs.fields)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardPass:
-    """A forward pass on its way.
+    """A forward pass in flight.
 
     Attributes:
-        logits: float [b, vocab] behind the last token of each sequence that `is_sampled` now, in
-            the order of the batch; [0, vocab] if hidden states were asked for.
-        hidden: Last hidden states of all tokens, [t, hidden], until the next pass; None unless
-            asked for.
-        sequences: Those that take part, single tokens first.
-        prefill: Whether the pass computes prompt tokens of each of them.
-        generates: Whether a token is sampled behind each of them.
-        computed: Tokens of each of them that are computed then.
+        logits: float [b, vocab] after the last token of each sequence that `is_sampled`, in the
+            order of the batch; [0, vocab] if hidden states were requested.
+        hidden: Last hidden states of all tokens, [t, hidden], valid until the next pass; None
+            unless requested.
+        sequences: Sequences that take part, single tokens first.
+        prefill: Whether the pass computes prompt tokens of the sequence.
+        generates: Whether a token of the sequence is sampled after the pass.
+        computed: Tokens of the sequence that are computed after the pass.
         lists: Slots attended, tokens held and slots reserved by their KV lists, int64 [3, layers,
             b, kv_heads].
         live: Tokens held by all KV lists of the cache, int64.
@@ -90,13 +88,13 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchedPass:
-    """A forward pass on its way behind which the kernels sample.
+    """A launched forward pass, followed by on-device sampling.
 
     Attributes:
         done: The pass.
         sampled: Sequences that get a token.
         fetched: int64, `live`, then `lists` of the pass, then the tokens.
-        unwanted: Sequences that have ended since.
+        unwanted: Sequences that have ended since the launch.
     """
 
     done: ForwardPass
@@ -106,11 +104,11 @@ class LaunchedPass:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that take part."""
+        """Sequences that take part."""
         return self.done.sequences
 
 
-Launched: TypeAlias = DecodeGroup | LaunchedPass
+Launched: TypeAlias = DecodeBurst | LaunchedPass
 
 
 class ModelRunner:
@@ -118,13 +116,13 @@ class ModelRunner:
 
     Args:
         model: The model.
-        options: How the engine is set up.
+        options: Options of the engine.
 
     Attributes:
         model: As given.
         cache: Its cache.
-        total: What the cache has cost so far.
-        limits: What a step may take.
+        total: Cost of the cache so far.
+        limits: Limits of a step.
         longest: Most tokens of a sequence.
     """
 
@@ -138,18 +136,21 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         self._decodes_prompts = True
-        if isinstance(self.cache, PagedKVCache):
+        self._eviction_interval: int | None = None
+        cache = self._capturable = self.cache.capturable
+        if cache is not None:
             self._graphs = DecodeGraphs(
                 model.decoder,
-                self.cache,
+                cache,
                 options.max_num_seqs,
                 self.longest,
                 options.decode_steps,
             )
-            self._decodes_prompts = self.cache.decodes_prompts
-            if self.cache.captures_prompts:
+            self._decodes_prompts = cache.decodes_prompts
+            self._eviction_interval = cache.eviction_interval
+            if cache.captures_prompts:
                 chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
-                self._prompts = PromptGraphs(model.decoder, self.cache, chunk)
+                self._prompts = PromptGraphs(model.decoder, cache, chunk)
         a = model.architecture
         self.limits = SchedulerLimits(
             rows=options.max_num_seqs,
@@ -166,18 +167,18 @@ class ModelRunner:
     def step(
         self, batch: list[tuple[Sequence, int]], *, hidden_states: bool = False
     ) -> ForwardPass:
-        """Start to compute the next tokens of sequences; advances `computed`.
+        """Start to compute the next tokens of sequences, and advance `computed`.
 
-        Log-probabilities of given tokens are noted in the sequences, for which the host waits.
+        The host waits for log-probabilities of given tokens, which are stored in the sequences.
 
         Args:
-            batch: Sequences with rows and how many tokens each computes.
-            hidden_states: Return those of every token instead of logits.
+            batch: Sequences with rows, and the number of tokens that each computes.
+            hidden_states: Return hidden states of every token instead of logits.
         """
         order = sorted(range(len(batch)), key=lambda i: (batch[i][1], batch[i][0].row))
         ordered = [batch[i] for i in order]
         wanted, sequences = wanted_logits(ordered), [sequence for sequence, _ in ordered]
-        # or computed again
+        # prompt tokens, given tokens, and tokens that are computed again after preemption
         prefill = [s.prefilling or s.given_only or s.remaining > 1 for s in sequences]
         hidden, reads = self._forward(ordered)
         rows = sent([s.row for s in sequences], self._device)
@@ -198,7 +199,7 @@ class ModelRunner:
         return ForwardPass(logits, kept, sequences, prefill, generates, computed, lists, live)
 
     def count(self, done: ForwardPass) -> None:
-        """Wait for a pass, and note what it has cost in its sequences; updates their `pages`."""
+        """Wait for a pass, add its cost to its sequences, and update their `pages`."""
         self._note(done, done.lists.cpu(), int(done.live))
 
     def _note(
@@ -208,7 +209,7 @@ class ModelRunner:
         live: int,
         unwanted: Collection[Sequence] = (),
     ) -> None:
-        """Note what a pass has cost, once its numbers are on the host."""
+        """Add the cost of a pass to its sequences, once its numbers are on the host."""
         counts = PassCounts(lists)
         passed = zip(done.sequences, done.prefill, done.generates, done.computed, strict=True)
         for index, (sequence, prefill, generates, computed) in enumerate(passed):
@@ -222,23 +223,23 @@ class ModelRunner:
                 prefill=prefill,
                 generates=generates,
             )
-            if sequence.row is not None:  # taken away since
+            if sequence.row is not None:  # a preempted sequence has no row
                 sequence.pages = counts.sums[index][2] // self.limits.page_slots
         self.total.step(live)
 
-    def samples_behind(self, batch: list[tuple[Sequence, int]]) -> bool:
-        """Whether `launch_pass` takes a pass: all sequences are sampled in a plain way."""
+    def can_sample_all(self, batch: list[tuple[Sequence, int]]) -> bool:
+        """Return whether `launch_pass` supports a pass: no sequence needs the host for sampling."""
         return self._graphs is not None and all(
             s.params.plain and s.given is None and not s.given_only for s, _ in batch
         )
 
     def launch_pass(self, batch: list[tuple[Sequence, int]]) -> LaunchedPass:
-        """Start a pass and sample behind it; the host does not wait.
+        """Launch a pass and on-device sampling after it; the host does not wait.
 
         Advances `computed`, and `ahead` of the sequences that get a token.
 
         Args:
-            batch: One that `samples_behind`.
+            batch: A batch that `can_sample_all` accepts.
         """
         assert self._graphs is not None
         done = self.step(batch)
@@ -252,7 +253,7 @@ class ModelRunner:
         return LaunchedPass(done, sampled, Fetched.of(torch.cat(numbers)))
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
-        """The last hidden states of all tokens, and slots attended; single tokens come first.
+        """Compute the last hidden states of all tokens, and slots attended; single tokens first.
 
         Returns:
             [t, hidden] and int64 [layers, b, kv_heads].
@@ -261,32 +262,42 @@ class ModelRunner:
         batches = None if self._prompts is None else self._prompts.batches(parts)
         if self._prompts is not None and batches is not None:
             return self._prompts.step(parts, batches)
-        ready: AbstractContextManager[None] = nullcontext()
-        if isinstance(self.cache, PagedKVCache):
-            ready = self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts])
         tokens = TokenBatch.ragged(parts, self._device)
-        with ready:
-            found: tuple[Tensor, Tensor] = self.model.decoder(tokens, self.cache)
-        return found
+        with self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts]):
+            result: tuple[Tensor, Tensor] = self.model.decoder(tokens, self.cache)
+        return result
 
-    def samples(self, sequence: Sequence) -> bool:
-        """Whether `launch` takes the next token of a sequence, which is sampled in a plain way."""
+    def can_sample(self, sequence: Sequence) -> bool:
+        """Return whether `launch` supports the next token of a sequence, sampling included."""
         plain = sequence.params.plain and not sequence.given_only
         if self._graphs is None or sequence.remaining != 1 or not plain:
             return False
         ahead = sequence.computed - sequence.prompt_end
+        if self._eviction_interval is not None and self._steps_to_eviction(sequence) == 0:
+            return False
         return ahead >= 0 or (ahead == -1 and self._decodes_prompts)
 
-    def launch(self, sequences: list[Sequence], steps: int) -> DecodeGroup:
-        """Start a group of decode steps; the host does not wait. Advances `computed` and `ahead`.
+    def _steps_to_eviction(self, sequence: Sequence) -> int:
+        """Return how many generated tokens are computed before one that the hooks evict after."""
+        assert self._eviction_interval is not None
+        generated = sequence.computed - sequence.prompt_end
+        return self._eviction_interval - 1 - generated % self._eviction_interval
+
+    def launch(self, sequences: list[Sequence], steps: int) -> DecodeBurst:
+        """Launch a burst of decode steps without waiting; advance `computed` and `ahead`.
 
         Args:
-            sequences: Those that `samples` accepts.
-            steps: 1 or the limit; each sequence takes part up to its own limit. One step is taken
-                where no sequence takes part in all.
+            sequences: Sequences that `can_sample` accepts.
+            steps: 1 or the limit; each sequence takes part up to its own limit. Only one step is
+                launched if no sequence takes part in all of them.
         """
         assert self._graphs is not None
         counts = [s.tokens_left(steps) for s in sequences]
+        if self._eviction_interval is not None:
+            counts = [
+                min(count, self._steps_to_eviction(s))
+                for s, count in zip(sequences, counts, strict=True)
+            ]
         if max(counts) < steps:
             steps, counts = 1, [1] * len(counts)
         inputs = _inputs(sequences, np.array(counts), steps)
@@ -295,60 +306,61 @@ class ModelRunner:
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
             sequence.ahead += count
-        return DecodeGroup(sequences, counts, prefill, inputs, launched)
+        return DecodeBurst(sequences, counts, prefill, inputs, launched)
 
     def wait(self, launched: Launched) -> None:
-        """Wait for a group or a pass whose tokens are not wanted."""
-        (launched.launched if isinstance(launched, DecodeGroup) else launched.fetched).wait()
+        """Wait for a burst or a pass whose tokens are dropped."""
+        (launched.launched if isinstance(launched, DecodeBurst) else launched.fetched).wait()
 
     def receive(self, launched: Launched) -> list[Sequence]:
-        """Wait for a group of decode steps or a pass; its sequences get their tokens and costs.
+        """Wait for a burst or a pass, and add tokens and costs to its sequences.
 
         Returns:
-            Those that still wanted them.
+            Sequences that are still wanted.
 
         Raises:
             RuntimeError: A token found no page, so that the contents of the cache are invalid.
         """
-        if isinstance(launched, DecodeGroup):
-            return self._receive_group(launched)
+        if isinstance(launched, DecodeBurst):
+            return self._receive_burst(launched)
         return self._receive_pass(launched)
 
     def _receive_pass(self, launched: LaunchedPass) -> list[Sequence]:
         done, unwanted = launched.done, launched.unwanted
         numbers = launched.fetched.wait()
-        behind = 1 + done.lists.numel()
-        self._note(done, numbers[1:behind].view_as(done.lists), int(numbers[0]), unwanted)
-        for sequence, token in zip(launched.sampled, numbers[behind:].tolist(), strict=True):
+        end = 1 + done.lists.numel()
+        self._note(done, numbers[1:end].view_as(done.lists), int(numbers[0]), unwanted)
+        for sequence, token in zip(launched.sampled, numbers[end:].tolist(), strict=True):
             if sequence not in unwanted:
                 sequence.ahead -= 1
                 sequence.extend([token])
         return [sequence for sequence in done.sequences if sequence not in unwanted]
 
-    def _receive_group(self, group: DecodeGroup) -> list[Sequence]:
-        assert isinstance(self.cache, PagedKVCache)
-        status = group.launched.wait()
-        self.cache.pool.learn(status.left, status.fault, group.launched.reserved)
-        reads, live = (lists.numpy() for lists in self.cache.counts(status.lists))
-        counts = GroupCounts(reads, live, self.limits.page_slots)
+    def _receive_burst(self, burst: DecodeBurst) -> list[Sequence]:
+        cache = self._capturable
+        assert cache is not None
+        status = burst.launched.wait()
+        cache.sync_free_count(status.left, status.fault, burst.launched.reserved)
+        reads, live = (lists.numpy() for lists in cache.counts(status.lists))
+        counts = BurstCounts(reads, live, self.limits.page_slots)
         self.total.step(counts.most_live)
-        taken = []  # 0 of a sequence that has ended
-        sampled = zip(group.sequences, group.counts, status.tokens.T.tolist(), strict=True)
+        taken = []  # 0 for a sequence that has ended
+        sampled = zip(burst.sequences, burst.counts, status.tokens.T.tolist(), strict=True)
         for sequence, count, tokens in sampled:
-            if sequence in group.unwanted:
+            if sequence in burst.unwanted:
                 taken.append(0)
             else:
                 sequence.ahead -= count
                 taken.append(sequence.extend(tokens[:count]))
-        return self._count(group, counts, np.array(taken))
+        return self._count(burst, counts, np.array(taken))
 
-    def _count(self, group: DecodeGroup, counts: GroupCounts, taken: Integers) -> list[Sequence]:
-        """Note what the first `taken` [b] tokens have cost; the sequences that took some."""
+    def _count(self, burst: DecodeBurst, counts: BurstCounts, taken: Integers) -> list[Sequence]:
+        """Add the cost of the first `taken` [b] tokens; return the sequences that took any."""
         (wanted,) = taken.nonzero()
-        sequences = [group.sequences[index] for index in wanted.tolist()]
-        taken, prefill = taken[wanted], np.array(group.prefill)[wanted]
-        costs = counts.costs(group.inputs.rows[0, wanted], taken, prefill)
-        computed = group.inputs.position[0, wanted] + taken
+        sequences = [burst.sequences[index] for index in wanted.tolist()]
+        taken, prefill = taken[wanted], np.array(burst.prefill)[wanted]
+        costs = counts.costs(burst.inputs.rows[0, wanted], taken, prefill)
+        computed = burst.inputs.position[0, wanted] + taken
         slot_bytes, slots = self.cache.slot_bytes, self.limits.page_slots
         numbers = zip(sequences, costs, taken.tolist(), computed.tolist(), strict=True)
         for sequence, cost, steps, tokens in numbers:
@@ -359,10 +371,10 @@ class ModelRunner:
 
 
 def _inputs(sequences: list[Sequence], counts: Integers, steps: int) -> PackedInputs:
-    """Of each step and sequence; a sequence takes part in its first `counts` [b] steps."""
+    """Pack the inputs of a burst; a sequence takes part in its first `counts` [b] steps."""
     columns = [
         (
-            # a token that the step before samples is not known yet
+            # -1: the previous step samples it, and the host does not know it yet
             s.tokens[s.computed] if s.remaining > s.ahead else -1,
             *(s.computed, s.row or 0, signed_seed(s.seed), s.index, s.length - s.prompt_end),
         )
@@ -384,7 +396,7 @@ def _inputs(sequences: list[Sequence], counts: Integers, steps: int) -> PackedIn
 
 
 def _limits(params: list[SamplingParams]) -> tuple[Integers, Floats, Floats]:
-    """What may be drawn in each step, top-k, top-p and the logarithm of min-p, [b] each."""
+    """Return top-k, top-p and the logarithm of min-p, [b] each."""
     top_p, log_min_p = np.array([(p.top_p, p.log_min_p) for p in params], np.float64).T
     top_k = np.array([p.top_k for p in params], np.int64)
     return top_k, top_p, log_min_p

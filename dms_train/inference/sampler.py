@@ -16,7 +16,7 @@ from torch import Tensor
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
 from dms_train.inference.token_scores import HostScores, token_scores
-from dms_train.kernels.layers.sampling_limits import WEIGHT_BITS
+from dms_train.kernels.layers.types import WEIGHT_BITS
 from dms_train.method.splitmix import GOLDEN, Numbers, mix, uniform
 
 

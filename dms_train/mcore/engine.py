@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
-from dms_train.kernels import api as kernels
+from dms_train.kernels import dispatch
 from dms_train.mcore import compat
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints import state as checkpoint_state
@@ -75,12 +75,12 @@ class McoreEngine:
         self.spec = method.spec
         self.view = view
         self._options = options
-        backend = kernels.choose(options.kernels, view.device)
+        backend = dispatch.choose_train_attention(options.kernels, view.device)
         self.on_microbatch: Callable[[], None] = lambda: None
-        self._attend = kernels.backend(backend)
+        self._attend = dispatch.train_attention(backend)
         self._layer_backend = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
-        fused = kernels.fuses(backend)
+        fused = dispatch.can_fuse(backend)
         self._graph = choose_graph(options.parallel, view, fused=fused) if options.trains else None
         fusions.apply(self._config, view.device, fused=fused)
         fused_on = view.device if fused else None

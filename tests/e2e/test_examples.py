@@ -67,11 +67,11 @@ def test_stream_prints_growing_texts_and_held_tokens(export):
 
 
 @pytest.mark.timeout(900)
-def test_add_policy_holds_every_second_token_behind_the_window(export):
+def test_add_policy_holds_its_budget_and_the_tokens_of_an_interval(export):
     output = launch.checked(script("add_policy.py", export))
-    (ratio, held) = re.findall(r"cr_factor ([\d.]+), ([\d.]+) tokens held", output)[0]
-    seen = round(float(ratio) * float(held))
-    assert float(held) == pytest.approx(32 + (seen - 32) / 2, abs=1)
+    (ratio, held) = map(float, re.findall(r"cr_factor ([\d.]+), ([\d.]+) tokens held", output)[0])
+    assert 48 <= held < 48 + 16
+    assert ratio > 1
 
 
 def test_every_script_is_listed_in_the_readme():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.kernels.decode.paged import FP8, SIGNAL, Decisions
+from dms_train.kernels.decode.types import FP8, SIGNAL, Decisions
 from tests.support import paged_cases as problems
 from tests.support.paged_cases import Shape
 
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 def attend(query, cache, rows, scale, tuning=None):
     from dms_train.kernels.decode import triton_attention as triton_decode
 
-    memory = triton_decode.workspace(query, cache, tuning)
+    memory = triton_decode.attention_workspace(query, cache, tuning)
     output = triton_decode.attend(query, cache, rows, scale, memory)
     assert int(memory.arrived.abs().sum()) == 0
     return output
@@ -107,7 +107,7 @@ def test_a_captured_step_replays_like_eager_steps(cache):
     captured, eager = problems.empty_cache(shape), problems.empty_cache(shape)
     at = torch.zeros(shape.rows, dtype=torch.int32, device="cuda")
     held = problems.random_step(shape, at, 0)
-    memory = triton_decode.workspace(held.query, captured)
+    memory = triton_decode.attention_workspace(held.query, captured)
     output = torch.empty_like(held.query)
 
     def step(x, into):

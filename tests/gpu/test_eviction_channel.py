@@ -22,7 +22,7 @@ GPU = torch.device("cuda")
 def test_rope_scales_and_reads_the_eviction_channel(
     channel: int, clear: bool, d: int, factor: float, apart: bool
 ) -> None:
-    from dms_train.kernels.layers.triton_rope import EvictionChannel
+    from dms_train.kernels.layers.types import EvictionChannel
     from tests.support import eviction_channel_cases
 
     eviction_channel = EvictionChannel(channel, factor, clear)
@@ -42,7 +42,7 @@ def test_decisions_and_their_cost(preset: str, eviction: str, noisy: bool, lengt
 
 @pytest.mark.parametrize(("channel", "clear", "d"), [(0, False, 64), (7, True, 128)])
 def test_rope_starts_again_at_every_document(channel: int, clear: bool, d: int) -> None:
-    from dms_train.kernels.layers.triton_rope import EvictionChannel
+    from dms_train.kernels.layers.types import EvictionChannel
     from tests.support import eviction_channel_cases
 
     eviction_channel = EvictionChannel(channel, 0.3, clear)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.sampler import SamplingRow, sample, stream_keys
-from dms_train.kernels.layers.sampling_limits import Limits
+from dms_train.kernels.layers.types import SamplingLimits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ class Sampler:
         self.rows = torch.arange(count, device="cuda")
         self.shares = torch.ones(3, count, dtype=torch.float64, device="cuda")
         self.logits = torch.zeros(count, vocab, dtype=dtype, device="cuda")
-        self.memory = triton_sample.Workspace.of(count, self.keys.device)
+        self.memory = triton_sample.sample_workspace(count, self.keys.device)
         self._sample = triton_sample.sample
 
     def set(self, logits: Tensor, rows: list[SamplingRow]) -> None:
@@ -61,7 +61,7 @@ class Sampler:
             tokens=self.tokens,
             last=self.last,
             memory=self.memory,
-            limits=Limits(self.top_k, top_p, log_min_p),
+            limits=SamplingLimits(self.top_k, top_p, log_min_p),
         )
 
 

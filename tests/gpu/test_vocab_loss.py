@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dms_train.kernels import dispatch
 from dms_train.kernels.losses import vocabulary as vocab_loss
 from dms_train.kernels.losses.vocabulary import Divergence
 from tests.support import vocab_cases as support
@@ -26,7 +27,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("task", support.DIVERGENCES, ids=str)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_divergence_and_gradient_equal_float64(problem: Rows, task: Divergence) -> None:
-    kernels = vocab_loss.backend(torch.device("cuda"))
+    kernels = dispatch.vocabulary_losses(torch.device("cuda"))
     found = support.divergence(kernels, problem, task, "cuda")
     exact = support.exact_divergence(problem, task, "cuda")
     support.assert_near(found, exact, problem, task.temperature)
@@ -34,7 +35,7 @@ def test_divergence_and_gradient_equal_float64(problem: Rows, task: Divergence) 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_likelihood_and_gradient_equal_float64(problem: Rows) -> None:
-    kernels = vocab_loss.backend(torch.device("cuda"))
+    kernels = dispatch.vocabulary_losses(torch.device("cuda"))
     found = support.nll(kernels, problem, "cuda")
     support.assert_near(found, support.exact_nll(problem, "cuda"), problem)
 
@@ -46,7 +47,7 @@ def test_equal_logits_give_exactly_nothing(
     problem = Rows(7, 151936, 151936, dtype=torch.bfloat16)
     logits = problem.logits(0, "cuda")
     monkeypatch.setattr(Rows, "logits", lambda *_: logits)
-    kernels = vocab_loss.backend(torch.device("cuda"))
+    kernels = dispatch.vocabulary_losses(torch.device("cuda"))
     loss, gradient = support.divergence(kernels, problem, task, "cuda")
     assert (loss == 0).all()
     assert (gradient == 0).all()
@@ -57,7 +58,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
     x = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
     x[-1, :8] = torch.arange(8.0)
     expected = x[-1:].clone()
-    kernels = vocab_loss.backend(x.device)
+    kernels = dispatch.vocabulary_losses(x.device)
     labels = torch.full((rows,), 3, device="cuda")
     statistics = kernels.nll_statistics(x, width)
     loss, constants = vocab_loss.merge_nll(statistics[None], x[:, 3].float())

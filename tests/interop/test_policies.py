@@ -25,7 +25,7 @@ from torch import nn
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.policy_hooks import merged
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import Arrival, RequestSizes, Sequences, Slots
+from dms_train.inference.policies.base import NewTokens, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.policies.rotation import moved_by
 from dms_train.method.dmc.merge import merge
@@ -82,7 +82,7 @@ def test_r_kv_keeps_the_same_tokens(seed):
     position = torch.arange(tokens).expand(1, heads, -1)
     state, whole = torch.zeros(1, heads, tokens, 0), sequences(0, tokens, tokens, query=recent)
     slots = Slots(0, position, state, key, key, whole)
-    evicted = policy.expired(slots, torch.tensor([[tokens - 1]]))[0, :, 0]
+    evicted = policy.evict_mask(slots, torch.tensor([[tokens - 1]]))[0, :, 0]
     for head in range(heads):
         assert (~evicted[head]).nonzero().flatten().tolist() == kept[0, head, :, 0].sort()[
             0
@@ -107,7 +107,7 @@ def test_d2o_merges_the_same_states(seed):
     for t in range(prompt, prompt + 9):
         past = cache(past, added, 0.2, 0.2, prompt)
         slots = Slots(3, position, score[..., None], key, value, sequences(t, t + 1, prompt, lists))
-        evicted = policy.expired(slots, torch.tensor([[t]]))[:, :, 0]
+        evicted = policy.evict_mask(slots, torch.tensor([[t]]))[:, :, 0]
         merge = policy.merge(slots, evicted)
         slots, left = (slots if merge is None else merged(slots, merge)[0]), ~evicted[0, 0]
         key, value, position, score = (
@@ -157,8 +157,8 @@ def test_streaming_llm_reads_keys_at_their_places_in_the_cache(sinks):
     position = torch.arange(tokens).expand(1, 2, -1)
     slots = Slots(0, position, torch.zeros(1, 2, tokens, 0))
     slots = slots._replace(sequences=sequences(tokens - 1, tokens, tokens))
-    assert torch.equal((~policy.expired(slots, at)[0, 0, 0]).nonzero().flatten(), kept)
-    moved, query = policy.moved(slots, at), moved_by(own, at[0], frequency)
+    assert torch.equal((~policy.evict_mask(slots, at)[0, 0, 0]).nonzero().flatten(), kept)
+    moved, query = policy.position_shift(slots, at), moved_by(own, at[0], frequency)
     back = moved_by(query, -moved.by[:, None], frequency)
     found = torch.where(moved.slots, (back * key).sum(-1), (query * key).sum(-1))[..., kept]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
@@ -214,7 +214,7 @@ def held(name, options, layers, prompt, tokens):
         part = slice(done, done + min(policy.max_tokens(request, done) or left, left))
         position = torch.arange(part.start, part.stop)[None]
         for number, (query, key) in enumerate(layers):
-            arrival = Arrival(position, key[:, :, part], key[:, :, part], None)
+            arrival = NewTokens(position, key[:, :, part], key[:, :, part], None)
             cache.attend(number, torch.tensor([0]), query[:, :, part], arrival)
         done = part.stop
         if done >= prompt:
@@ -304,7 +304,7 @@ def test_quest_reads_the_same_pages(seed):
         places = position[: part.stop].expand(1, heads, -1)
         slots = Slots(0, places, torch.zeros(*places.shape, 0), sequences=whole)
         new = key[:, :, part]
-        policy.admit(slots, Arrival(position[part][None], new, new, None))
+        policy.on_store(slots, NewTokens(position[part][None], new, new, None))
     last = query[:, :, -1].view(1, heads, group, SIZE)
     found = policy.select(slots, last)
     bounds = []
@@ -461,7 +461,7 @@ def test_cam_merges_the_same_values(seed, monkeypatch):
         kept, expected = compress(press, module, None, names, value.clone(), score, {})
         whole = sequences(t, t + 1, budget)
         slots = Slots(0, position, score[..., None], names, value, whole)
-        evicted = policy.expired(slots, torch.tensor([[t]]))[:, :, 0]
+        evicted = policy.evict_mask(slots, torch.tensor([[t]]))[:, :, 0]
         slots = merged(slots, policy.merge(slots, evicted))[0]
         left = ~evicted[0, 0]
         value, position, score = slots.value[:, :, left], position[:, :, left], score[:, :, left]

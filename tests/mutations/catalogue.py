@@ -334,9 +334,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the cache of pages lets tokens go one token early",
-        "dms_train/inference/cache/paged.py",
-        "return Decisions(SIGNAL, shift=policy.shift), policy.window\n",
-        "return Decisions(SIGNAL, shift=policy.shift), policy.window - 1\n",
+        POLICY,
+        "WindowRule(evicts=MARKED, window=self.window, shift",
+        "WindowRule(evicts=MARKED, window=self.window - 1, shift",
         "tests/unit/inference/test_paged.py::test_equals_the_visibility_rule[delayed-1-7chunks]",
     ),
     Mutation(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.kernels.decode.paged import HeadNorms, Step
-from dms_train.kernels.decode.triton_accumulate import Merging, Newest, accumulate
+from dms_train.kernels.decode.triton_accumulate import accumulate
+from dms_train.kernels.decode.types import HeadNorms, MergeRule, NewestTokens, Step
 from dms_train.method.dmc.attention import DMCLayer, weights
 from dms_train.method.dmc.merge import merge
 from dms_train.method.dmc.spec import DMCSpec
@@ -30,8 +30,10 @@ def worst_state(spec: DMCSpec, device: torch.device, *, normed: bool, length: in
     rows = torch.tensor([3, -1, 1], device=device)
     # what an earlier sequence has left there must not matter
     left = torch.full((ROWS, H, spec.merge_window - 1, D), torch.nan, device=device)
-    newest = Newest(left, left.clone(), torch.ones(ROWS, H, spec.merge_window - 1, 2).to(device))
-    merging = Merging(
+    newest = NewestTokens(
+        left, left.clone(), torch.ones(ROWS, H, spec.merge_window - 1, 2).to(device)
+    )
+    merging = MergeRule(
         spec.channel % D, spec.alpha_scale, spec.alpha_offset, spec.importance_offset, 1e-6,
         spec.importance == "uniform",
     )  # fmt: skip

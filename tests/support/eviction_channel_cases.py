@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dms_train.kernels.layers import triton_decide, triton_rope
 from dms_train.kernels.layers.triton_swiglu import swiglu
+from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots
 from dms_train.method.base import MethodOptions
@@ -53,7 +54,7 @@ def _turn(x: Tensor, angle: Tensor) -> Tensor:
     return x * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
 
 
-def rotated(mixed: Tensor, eviction_channel: triton_rope.EvictionChannel) -> tuple[Tensor, ...]:
+def rotated(mixed: Tensor, eviction_channel: EvictionChannel) -> tuple[Tensor, ...]:
     """Query, key, value and eviction channel of mixed [s, b, g, r + 2, d] in plain operations."""
     angle = frequencies(mixed.shape[-1], mixed.device).to(mixed.dtype)[:, :, None]
     query, key, value = mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
@@ -71,7 +72,7 @@ def rotated(mixed: Tensor, eviction_channel: triton_rope.EvictionChannel) -> tup
 
 
 def worst_rotation(
-    eviction_channel: triton_rope.EvictionChannel, d: int, device: torch.device, *, apart: bool
+    eviction_channel: EvictionChannel, d: int, device: torch.device, *, apart: bool
 ) -> float:
     """Largest error of outputs and gradient in float32 against float64."""
     generator = torch.Generator(device).manual_seed(0)
@@ -120,9 +121,7 @@ def _decided(
     return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), eviction_stats
 
 
-def worst_packed_rotation(
-    eviction_channel: triton_rope.EvictionChannel, d: int, device: torch.device
-) -> float:
+def worst_packed_rotation(eviction_channel: EvictionChannel, d: int, device: torch.device) -> float:
     """Largest difference of packed documents to each document alone, outputs and gradient."""
     packed, where = documents(S, device)
     generator = torch.Generator(device).manual_seed(0)

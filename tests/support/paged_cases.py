@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dms_train.kernels.decode import reference
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels.decode.types import (
     ALWAYS,
     FP8,
     NEVER,

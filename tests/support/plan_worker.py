@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dms_train.data.batches import Batch
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 from dms_train.mcore import engine as engine_module
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
@@ -73,7 +73,9 @@ class _Attention(torch.autograd.Function):
 
 def _stand_in() -> None:
     F.rms_norm = lambda x, shape, weight, eps: _Norm.apply(x, weight)
-    api.backend = lambda name: lambda q, k, v, log_keep, *_: _Attention.apply(q, k, v, log_keep)
+    dispatch.train_attention = lambda name: (
+        lambda q, k, v, log_keep, *_: _Attention.apply(q, k, v, log_keep)
+    )
     # nothing is received: all ranks are taken to have the same values, and the batch to have tokens
     dist.all_gather_object = lambda out, value, group=None: out.__setitem__(
         slice(None), [value] * len(out)

@@ -7,17 +7,19 @@ import torch
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
-from dms_train.inference.cache.paged_quest import QuestPagedCache
+from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import RequestSizes
-from dms_train.inference.policies.quest import QuestPolicy
+from dms_train.inference.policies.base import PageRule, RequestSizes
 
 POLICIES = [
     ("streaming_llm", {"cr": 2.0, "sinks": 2}),
     ("streaming_llm", {"cr": 1.5, "sinks": 3, "budget_mode": "growing"}),
     ("snapkv", {"cr": 2.0, "window": 4, "kernel": 3}),
+    ("keydiff", {"budget": 4, "block": 3}),
+    ("r_kv", {"budget": 5, "window": 2, "kernel": 3, "interval": 3}),
+    ("knorm", {"cr": 2.0, "interval": 2, "decode_only": True}),
     ("h2o", {"cr": 2.0}),
     ("h2o", {"budget": 5, "prefill": "dense", "group_reduce": "max"}),
     ("tova", {"cr": 2.0}),
@@ -47,10 +49,9 @@ def readable(policy) -> CompactCache:
 
 def paged(policy, device: torch.device, pages: int = 100) -> PagedKVCache:
     pool = DevicePool(head_size=SIZE, dtype=torch.float32, device=device, page_slots=4, pages=pages)
-    sizes = {"layers": 1, "rows": ROWS, "longest": LENGTH}
-    if isinstance(policy, QuestPolicy):
-        return QuestPagedCache(pool, policy, heads=HEADS, **sizes)
-    return BudgetPagedCache(pool, policy, heads=(HEADS, GROUP), **sizes)
+    sizes = CacheSizes(layers=1, rows=ROWS, heads=HEADS, group=GROUP, longest=LENGTH)
+    pages_rule = isinstance(policy.kernel_rule(), PageRule)
+    return (SelectingPagedCache if pages_rule else BudgetPagedCache)(pool, policy, sizes)
 
 
 class Passes:
@@ -66,7 +67,9 @@ class Passes:
         self.query = 2 * torch.randn(shape, generator=draw)
         self.key, self.value = torch.randn(2, *shape[:3], 1, SIZE, generator=draw)
         self.cache, self.device = cache, device
-        self.positions = type(cache.policy) is not QuestPolicy  # otherwise all are held
+        self.positions = not isinstance(
+            cache.policy.kernel_rule(), PageRule
+        )  # otherwise all are held
         self.done = [0] * ROWS
         self.requests = [*REQUESTS, REQUESTS[1]]
         self.seen: list = []

@@ -185,7 +185,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             for document, prompt in zip(documents, checked.prompts, strict=True)
         ],
         engine=replace(checked.engine, max_model_len=_most_tokens(checked)),
-        window=(checked.window or 0) if policy.settles else None,
+        window=(checked.window or 0) if policy.evicts_prompt_only else None,
         header=_header(config, checked),
     )
 

@@ -13,7 +13,7 @@ from itertools import islice
 
 
 class PageAllocator:
-    """Hands out page numbers and takes them back.
+    """Allocator of page numbers.
 
     Args:
         slab_pages: Pages of one slab.
@@ -37,17 +37,17 @@ class PageAllocator:
 
     @property
     def used(self) -> int:
-        """Pages handed out."""
+        """Return the number of pages in use."""
         return len(self._holders)
 
     @property
     def sharing(self) -> bool:
-        """Whether any page has several holders."""
+        """Return whether any page has several holders."""
         return self._shares > 0
 
     @property
     def slabs(self) -> list[int]:
-        """Numbers of the open slabs, ascending."""
+        """Return the numbers of the open slabs, ascending."""
         return sorted(self._free)
 
     def allocate(self, count: int) -> tuple[list[int], list[int]]:
@@ -79,11 +79,11 @@ class PageAllocator:
             self._shares += 1
 
     def shared(self, pages: Iterable[int]) -> list[bool]:
-        """Which pages have several holders."""
+        """Return which pages have several holders."""
         return [self._holders.get(page, 0) > 1 for page in pages]
 
     def count_shared(self, pages: Iterable[int], most: int | None) -> int:
-        """How many of these pages have several holders; no page is looked at beyond `most`."""
+        """Count the pages with several holders, up to `most`."""
         shared = (page for page in pages if self._holders.get(page, 0) > 1)
         return sum(1 for _ in islice(shared, most))
 

@@ -1,12 +1,13 @@
-"""What caches and models exchange."""
+"""Results and arguments of attention through a cache, and defaults of caches."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, Projected
+from dms_train.inference.policies.base import NewTokens, Projected
 
 
 class Attended(NamedTuple):
@@ -21,22 +22,39 @@ class Attended(NamedTuple):
     reads: Tensor
 
 
+class HostDrivenCache:
+    """Defaults of a cache whose steps the host drives one by one."""
+
+    capturable: None = None
+
+    def note_empty(self, row: int) -> None:
+        """Do nothing: the cache notes nothing about rows on the host."""
+
+    def pages_of_steps(self, steps: int) -> int:
+        """Return `steps`: each step takes at most one page of a KV list."""
+        return steps
+
+    def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Return an empty context: a pass takes pages when it needs them."""
+        return nullcontext()
+
+
 class UnrotatedTokens(Protocol):
     """Tokens of one layer before RoPE, for caches that store rotated keys."""
 
     @property
     def rows(self) -> Tensor:
-        """Cache rows of the sequences, int64 [b]."""
+        """Return the cache rows of the sequences, int64 [b]."""
         ...
 
     def projected(self) -> Projected:
-        """What the model projects, for policies that merge before RoPE."""
+        """Return what the model projects, for policies that merge before RoPE."""
         ...
 
     def replaced(self, key: Tensor, value: Tensor) -> UnrotatedTokens:
-        """The same tokens and decisions with other content, [b, n, kv_heads, d] each."""
+        """Return the same tokens and decisions with other content, [b, n, kv_heads, d] each."""
         ...
 
-    def rotated(self) -> tuple[Tensor, Arrival]:
-        """The query [b, heads, n, d] and the arriving tokens, with RoPE."""
+    def rotated(self) -> tuple[Tensor, NewTokens]:
+        """Return the query [b, heads, n, d] and the arriving tokens, with RoPE."""
         ...

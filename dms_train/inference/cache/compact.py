@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.base import Attended, HostDrivenCache, UnrotatedTokens
 from dms_train.inference.cache.policy_hooks import (
     balances,
     by_group,
@@ -30,7 +30,7 @@ from dms_train.inference.cache.policy_hooks import (
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.cache.pool_attention import attend_chosen, attend_pages, pages_of
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Sequences, Slots
+from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, Sequences, Slots
 from dms_train.kernels.decode.slots import attend_slots
 
 
@@ -38,16 +38,16 @@ def _pages(slots: Tensor, page_slots: int) -> Tensor:
     return (slots + page_slots - 1) // page_slots
 
 
-class CompactCache:
+class CompactCache(HostDrivenCache):
     """Pages of one pool, and a policy that says which tokens are kept.
 
     Args:
-        pool: Where the pages come from.
-        policy: Whose `state_width` the pool was built with.
+        pool: Pool of the pages.
+        policy: Policy; its `state_width` is that of the pool.
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
-        frequency: Of RoPE, as in `Sequences`; for policies that move keys.
+        frequency: RoPE frequencies, as in `Sequences`; for policies that move keys.
     """
 
     def __init__(
@@ -72,54 +72,54 @@ class CompactCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pool's slabs, of the page tables and of the policy's state now."""
+        """Return the bytes of the pool's slabs, of page tables and of the policy's state."""
         return self.pool.allocated_bytes + self.table_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes ever taken."""
+        """Return the most bytes ever taken."""
         return self.pool.peak_bytes + self.table_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of one KV head."""
+        """Return the bytes of one slot of one KV head."""
         return self.pool.slot_bytes
 
     @property
     def max_pages(self) -> int | None:
-        """Pages of the pool at its largest; None without a limit."""
+        """Return the pages of the pool at its largest; None without a limit."""
         return self.pool.max_pages
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of what describes the rows."""
+        """Return the bytes of tables and of the policy's state."""
         tables = sum(table.numel() for table in self._tables)
         return (tables + self._lengths.numel()) * 8 + self._state.nbytes
 
     @property
     def policy_bytes(self) -> int:
-        """Bytes of what the policy keeps besides its numbers in the slots, for all rows."""
+        """Return the bytes that the policy keeps besides its numbers in the slots, for all rows."""
         return self._state.nbytes
 
     def live(self, rows: Tensor) -> Tensor:
-        """Live tokens, int64 [layers, b, h]."""
+        """Return the live tokens, int64 [layers, b, h]."""
         return self._lengths[:, rows]
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots of the pages held, int64 [layers, b, h]."""
+        """Return the slots of the pages held, int64 [layers, b, h]."""
         return _pages(self._lengths[:, rows], self.pool.page_slots) * self.pool.page_slots
 
     @property
     def used_pages(self) -> int:
-        """Pages that rows and snapshots hold, shared ones once."""
+        """Return the pages that rows and snapshots hold, shared ones once."""
         return self.pool.allocator.used
 
     def free_pages(self, least: int) -> float:
-        """Pages that neither a row nor a snapshot holds; infinite without a limit."""
+        """Return the pages that neither a row nor a snapshot holds; infinite without a limit."""
         return float("inf") if self.max_pages is None else self.max_pages - self.used_pages
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Most shared pages of a row that its next tokens change.
+        """Return the most shared pages of a row that its next tokens change.
 
         A decode step changes the state of one more token than the one it stores, at most, unless
         the policy scores or merges all of them.
@@ -133,11 +133,11 @@ class CompactCache:
         return self.pool.allocator.count_shared(pages, most)
 
     def snapshot(self, row: int) -> CompactSnapshot:
-        """What a row holds now; its pages are shared."""
+        """Take a snapshot of a row, which shares its pages."""
         return CompactSnapshot(self, row)
 
     def positions(self, row: int) -> list[list[Tensor]]:
-        """Positions of the live tokens of a row by layer and head, each int64 [live] on the CPU."""
+        """Return the positions of a row's live tokens by layer and head, int64 on the CPU."""
         rows = torch.tensor([row], device=self.pool.device)
         found = []
         for layer in range(len(self._tables)):
@@ -147,7 +147,7 @@ class CompactCache:
         return found
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row; what the row holds stays."""
+        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._state.assign(row, sizes)
 
     def free(self, rows: Tensor) -> None:
@@ -162,11 +162,11 @@ class CompactCache:
             self._tables[layer] = table[..., :longest].clone()
 
     def step(self, layer: int, step: UnrotatedTokens) -> Attended:
-        """`attend` for tokens before RoPE."""
+        """Run `attend` on tokens before RoPE."""
         query, arrival = self._state.accumulated(layer, step).rotated()
         return self.attend(layer, step.rows, query, arrival)
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
         """Store the arriving tokens, drop the evicted ones and compute attention.
 
         Args:
@@ -186,9 +186,9 @@ class CompactCache:
         single = arrival.position.shape[1] == 1 and not self.policy.scored
         stored = self._stored(layer, numbers, content=not single or self.policy.needs_content)
         slots = join(stored, arrival)._replace(sequences=sequences)
-        slots = slots._replace(state=self.policy.admit(slots, arrival))
+        slots = slots._replace(state=self.policy.on_store(slots, arrival))
         if single:
-            table, lengths = self._settle(rows, numbers, slots, stored.state, arrival)
+            table, lengths = self._write_back(rows, numbers, slots, stored.state, arrival)
             done = self._attend_stored(slots, self._numbers(table, lengths), grouped[:, :, :, 0])
         else:
             assert slots.key is not None
@@ -199,7 +199,7 @@ class CompactCache:
             output, weights = attend_slots(query, slots.key, slots.value, wide, second)
             if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
-            self._settle(rows, numbers, slots, stored.state, arrival)
+            self._write_back(rows, numbers, slots, stored.state, arrival)
             done = Attended(output, wide.any(2).sum((2, 3)))
         self._state.store(layer, rows, sequences.lists)
         if layer == len(self._tables) - 1 and balances(self.policy):
@@ -222,16 +222,16 @@ class CompactCache:
             slots = slots._replace(sequences=ended._replace(lists=lists))
             assert slots.key is not None
             nothing = slots.key[:, :, :0]
-            arrival = Arrival(end[:, None] - 1, nothing, nothing, None)
-            self._settle(rows, numbers, slots, slots.state, arrival)
+            arrival = NewTokens(end[:, None] - 1, nothing, nothing, None)
+            self._write_back(rows, numbers, slots, slots.state, arrival)
             self._state.store(layer, rows, lists)
 
     def _kv_lists(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Page table [b, h, p] and lengths [b, h]."""
+        """Return the page table [b, h, p] and lengths [b, h]."""
         return self._tables[layer][rows], self._lengths[layer, rows]
 
     def _numbers(self, table: Tensor, lengths: Tensor) -> Tensor:
-        """Slot numbers in the pool, int64 [b, h, s]; -1 behind the last live one."""
+        """Return the slot numbers in the pool, int64 [b, h, s]; -1 after the last live one."""
         size = self.pool.page_slots
         pages = int(_pages(lengths, size).max())
         offset = torch.arange(size, device=table.device)
@@ -258,22 +258,22 @@ class CompactCache:
         return Slots(layer, position, state, read("key"), read("value"))
 
     def _mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Which slot each query reads inside a chunk, bool [b, h, n, s]."""
+        """Return which slot each query reads inside a chunk, bool [b, h, n, s]."""
         position = slots.position[:, :, None, :]
         mask = (position >= 0) & (position <= at[:, None, :, None])
-        return mask if self.policy.scored else mask & ~self.policy.expired(slots, at)
+        return mask if self.policy.scored else mask & ~self.policy.evict_mask(slots, at)
 
     def _attend_stored(self, slots: Slots, numbers: Tensor, query: Tensor) -> Attended:
-        """Attention of one query per head over the stored tokens.
+        """Attend from one query per head to the stored tokens.
 
         Args:
-            slots: Of the layer before the arriving tokens were stored.
+            slots: Slots of the layer before the arriving tokens were stored.
             numbers: Slot numbers, int64 [b, h, s].
             query: [b, h, r, d].
         """
         kind = type(self.policy)
         chosen, second = None, None
-        if (kind.select, kind.moved) != (CachePolicy.select, CachePolicy.moved):
+        if (kind.select, kind.position_shift) != (CachePolicy.select, CachePolicy.position_shift):
             stored = self._stored(slots.layer, numbers, content=self.policy.needs_content)
             stored = stored._replace(sequences=slots.sequences)
             chosen = self.policy.select(stored, query)
@@ -286,8 +286,8 @@ class CompactCache:
         chosen = held if chosen is None else chosen & held
         return attend_chosen(self.pool, numbers, chosen, query, second)
 
-    def _settle(
-        self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: Arrival
+    def _write_back(
+        self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: NewTokens
     ) -> tuple[Tensor, Tensor]:
         """Drop the evicted tokens and store the rest. Returns the new page table and lengths.
 
@@ -300,7 +300,7 @@ class CompactCache:
         """
         newest = arrival.position.amax(1, keepdim=True)
         held = slots.position >= 0
-        evicted = held & self.policy.expired(slots, newest)[:, :, 0]
+        evicted = held & self.policy.evict_mask(slots, newest)[:, :, 0]
         old = numbers.shape[-1]
         changed = torch.zeros_like(evicted)
         changed[..., :old] = (slots.state[..., :old, :] != before).any(-1)
@@ -341,7 +341,7 @@ class CompactCache:
         slots: Slots,
         source: tuple[Tensor, ...],
         target: Tensor,
-        arrival: Arrival,
+        arrival: NewTokens,
     ) -> None:
         """Copy tokens at `source` (b, h, s) to the slot numbers `target`, int64 [tokens]."""
         b, h, s = source
@@ -385,7 +385,7 @@ class CompactCache:
             self._tables[layer][rows] = table
 
     def _shrink(self, layer: int, rows: Tensor, lengths: Tensor) -> None:
-        """Set the lengths [b, h] and release the pages behind them."""
+        """Set the lengths [b, h] and release the pages after them."""
         self._lengths[layer, rows] = lengths
         table = self._tables[layer][rows]
         column = torch.arange(table.shape[-1], device=table.device)
@@ -400,7 +400,7 @@ class CompactSnapshot:
     """Pages of a row that it holds together with others.
 
     Args:
-        cache: What it is taken of.
+        cache: Cache of the row.
         row: The row.
     """
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.base import Attended, HostDrivenCache, UnrotatedTokens
 from dms_train.inference.cache.policy_hooks import (
     balances,
     by_group,
@@ -20,22 +20,22 @@ from dms_train.inference.cache.policy_hooks import (
 )
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
+from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, Slots
 from dms_train.kernels.decode.slots import SecondQuery, attend_slots
 
 _BLOCK = 64  # slots by which a layer grows
 
 
-class DenseCache:
+class DenseCache(HostDrivenCache):
     """Same results as `CompactCache`, same policies except those that merge; memory only grows.
 
     Args:
-        policy: Which tokens are masked.
+        policy: Policy that says which tokens are masked.
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
         like: An empty tensor [0, head size] with the dtype and device of keys and values.
-        frequency: Of RoPE, as in `Sequences`; for policies that move keys.
+        frequency: RoPE frequencies, as in `Sequences`; for policies that move keys.
     """
 
     def __init__(
@@ -70,48 +70,48 @@ class DenseCache:
 
     @property
     def max_pages(self) -> int | None:
-        """None: its memory has no limit."""
+        """Return None: memory has no limit."""
         return None
 
     @property
     def used_pages(self) -> int:
-        """0: there are no pages."""
+        """Return 0: there are no pages."""
         return 0
 
     def free_pages(self, least: int) -> float:
-        """Pages that neither a row nor a snapshot holds; infinite without a limit."""
+        """Return the pages that neither a row nor a snapshot holds; infinite without a limit."""
         return float("inf")
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """0: there are no pages."""
+        """Return 0: there are no pages."""
         return 0
 
     def snapshot(self, row: int) -> DenseSnapshot:
-        """What a row holds now, copied."""
+        """Take a snapshot of a row: a copy."""
         return DenseSnapshot(self, row)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all layers and of the policy's state now."""
+        """Return the bytes of all layers and of the policy's state now."""
         slots = sum(evicted.numel() for evicted in self._evicted)
         return slots * self.slot_bytes + self._state.nbytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most of them after any pass."""
+        """Return the most of these bytes after any pass."""
         return self._peak_bytes
 
     def live(self, rows: Tensor) -> Tensor:
-        """Tokens that later queries may read, int64 [layers, b, h]."""
+        """Return the tokens that later queries may read, int64 [layers, b, h]."""
         return self._live[:, rows]
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots of the rows, int64 [layers, b, h]."""
+        """Return the slots of the rows, int64 [layers, b, h]."""
         size = self._used.new_tensor([evicted.shape[2] for evicted in self._evicted])
         return size[:, None, None].expand_as(self._live[:, rows])
 
     def positions(self, row: int) -> list[list[Tensor]]:
-        """Positions that later queries read, by layer and head, each int64 [live] on the CPU."""
+        """Return the positions that later queries read, by layer and head, int64 [live]."""
         found = []
         for slots, evicted in zip(self._slots, self._evicted, strict=True):
             kept = (slots.position[row] >= 0) & ~evicted[row]
@@ -120,7 +120,7 @@ class DenseCache:
         return found
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row; what the row holds stays."""
+        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._state.assign(row, sizes)
 
     def free(self, rows: Tensor) -> None:
@@ -140,12 +140,12 @@ class DenseCache:
             self._evicted = [evicted[:, :, :0].clone() for evicted in self._evicted]
 
     def step(self, layer: int, step: UnrotatedTokens) -> Attended:
-        """As `CompactCache.step`."""
+        """Run `attend` on tokens before RoPE."""
         query, arrival = self._state.accumulated(layer, step).rotated()
         return self.attend(layer, step.rows, query, arrival)
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """As `CompactCache.attend`."""
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
+        """Store the arriving tokens, mask the evicted ones and compute attention."""
         grouped = by_group(query, arrival.key.shape[1])
         sequences = self._state.sequences(layer, rows, arrival.position, grouped)
         self._append(layer, rows, arrival)
@@ -153,11 +153,11 @@ class DenseCache:
         evicted = self._evicted[layer][rows]
         position = stored.position.masked_fill(evicted, -1)  # empty slots to the policy
         stored = stored._replace(position=position)
-        stored = stored._replace(state=self.policy.admit(stored, arrival))
+        stored = stored._replace(state=self.policy.on_store(stored, arrival))
         held = (position >= 0)[:, :, None]
         mask = held & (position[:, :, None, :] <= arrival.position[:, None, :, None])
         if not self.policy.scored:
-            mask = mask & ~self.policy.expired(stored, arrival.position)
+            mask = mask & ~self.policy.evict_mask(stored, arrival.position)
         wide = narrowed(self.policy, stored, mask, grouped)
         assert stored.key is not None
         assert stored.value is not None
@@ -167,7 +167,7 @@ class DenseCache:
             found = received(weights, mask)
             stored = stored._replace(state=self.policy.observe(stored, found))
         newest = arrival.position.amax(1, keepdim=True)
-        expired = held & self.policy.expired(stored, newest)
+        expired = held & self.policy.evict_mask(stored, newest)
         self._evicted[layer][rows] = evicted | expired[:, :, 0]
         self._live[layer, rows] = (held & ~expired)[:, :, 0].sum(-1)
         self._slots[layer].state[rows] = stored.state
@@ -176,7 +176,7 @@ class DenseCache:
         return Attended(output, wide.any(2).sum((2, 3)))
 
     def _stored(self, layer: int, rows: Tensor) -> Slots:
-        """The slots of these rows; their content is not copied when they are all rows in order."""
+        """Return the slots of these rows; all rows in order are not copied."""
         slots = self._slots[layer]
         assert slots.key is not None
         assert slots.value is not None
@@ -186,8 +186,8 @@ class DenseCache:
         content = (slots.key.index_select(0, rows), slots.value.index_select(0, rows))
         return Slots(layer, position, state, *content)
 
-    def _append(self, layer: int, rows: Tensor, arrival: Arrival) -> None:
-        """Write the arriving tokens behind the stored ones."""
+    def _append(self, layer: int, rows: Tensor, arrival: NewTokens) -> None:
+        """Write the arriving tokens after the stored ones."""
         real = arrival.position >= 0
         before = self._used[layer, rows]
         after = before + real.sum(1)
@@ -204,7 +204,7 @@ class DenseCache:
         self._used[layer, rows] = after
 
     def _tensors(self, layer: int) -> list[Tensor]:
-        """All that a layer stores of its slots, each [rows, h, t, ...]."""
+        """Return all that a layer stores of its slots, each [rows, h, t, ...]."""
         slots = self._slots[layer]
         assert slots.key is not None
         assert slots.value is not None
@@ -226,7 +226,7 @@ class DenseSnapshot:
     """A copy of a row.
 
     Args:
-        cache: What it is taken of.
+        cache: Cache of the row.
         row: The row.
     """
 
@@ -259,7 +259,7 @@ class DenseSnapshot:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_slots`; the heads of a group are folded into its queries, so that no key is copied.
+    """Run `attend_slots` with the heads of a group folded into its queries, which copies no key.
 
     Args:
         query: [b, h * r, n, d].

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.kernels.decode.paged import FreePages
+from dms_train.kernels.decode.types import FreePages
 
 
 class DevicePool:
@@ -20,15 +20,15 @@ class DevicePool:
 
     Args:
         head_size: Channels of a key and of a value.
-        dtype: Of keys and values as the model computes them.
-        device: Where the pages live.
+        dtype: Dtype in which the model computes keys and values.
+        device: Device of the pages.
         page_slots: Slots of one page.
         pages: How many there are, besides page 0.
-        stored: Of keys and values in the pages, if it is another one.
+        stored: Dtype of keys and values in the pages, if it is another one.
 
     Attributes:
         pages: All of them, [pages + 1, 2, page_slots, head_size].
-        free: Which of them are free.
+        free: Stack of the free pages.
         page_slots: As given.
         dtype: As given.
         max_pages: Pages that can be allocated.
@@ -64,12 +64,12 @@ class DevicePool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, with what is kept about it."""
+        """Return the bytes of one page, with what is kept about it."""
         return self.page_slots * self.slot_bytes + 8
 
     @property
     def used_pages(self) -> int:
-        """Pages that are not free; the host waits for the device if kernels may have taken some."""
+        """Return the number of pages in use; waits for kernels that may have taken some."""
         if not self._exact:
             self._read()
         used = self.max_pages - self._left
@@ -89,16 +89,16 @@ class DevicePool:
         self._exact = False
 
     def free_pages(self, least: int) -> int:
-        """Pages that are free; only a lower bound if that is `least` or more."""
+        """Return the pages that are free; only a lower bound if that is `least` or more."""
         if self._left < least and not self._exact:
             self._read()
         return self._left
 
-    def changed(self) -> None:
+    def mark_stale(self) -> None:
         """Note that a kernel has released pages; their number is not known."""
         self._exact = False
 
-    def learn(self, left: int, fault: int, reserved: int) -> None:
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
         """Note how many pages were free after an earlier step.
 
         Args:

@@ -6,21 +6,24 @@ Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d h
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
-from dms_train.inference.policies.base import Arrival, CachePolicy, Projected, RequestSizes
+from dms_train.inference.policies.base import CachePolicy, NewTokens, Projected, RequestSizes
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import HeadNorms, Step
+from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_logits, hard_decisions
 from dms_train.method.layer import method_layer
 
 
 def rotation_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE as the kernels of prompts read it, float32 [b * n, 1, 2, d / 2].
+    """Return RoPE in the layout of the prompt kernels, float32 [b * n, 1, 2, d / 2].
 
     Args:
         cos: [b, n, 1, 1, d], both halves alike.
@@ -44,7 +47,7 @@ class AttentionStep(NamedTuple):
         sin: Likewise.
         position: int64 [b, n]; -1 for padding.
         rows: Cache rows of the sequences, int64 [b], all different.
-        spec: Of a model that borrows channels of its heads; None for any other.
+        spec: Spec of a model that borrows channels of its heads; None for any other.
         adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
             called only where decisions are read.
         lengths: Tokens of each sequence without padding; None if there is none.
@@ -66,7 +69,7 @@ class AttentionStep(NamedTuple):
     table: Tensor | None = None
 
     def decisions(self) -> Tensor | None:
-        """Hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
+        """Return the hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
         if self.adapter is not None:
             return self.adapter()
         if self.spec is None:
@@ -74,17 +77,17 @@ class AttentionStep(NamedTuple):
         return method_layer(self.spec).hard(self.query, self.key.squeeze(3)).transpose(1, 2)
 
     def projected(self) -> Projected:
-        """What the model projects, for policies that merge before RoPE."""
+        """Return what the model projects, for policies that merge before RoPE."""
         return Projected(self.query, self.key.squeeze(3), self.value.squeeze(3), self.position)
 
     def replaced(self, key: Tensor, value: Tensor) -> AttentionStep:
-        """The same tokens and decisions with other content, [b, n, g, d] each."""
+        """Return the same tokens and decisions with other content, [b, n, g, d] each."""
         decided = self.decisions()
         adapter = None if decided is None else lambda: decided
         return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
 
-    def rotated(self) -> tuple[Tensor, Arrival]:
-        """With RoPE and without the borrowed channels, for caches that store rotated keys.
+    def rotated(self) -> tuple[Tensor, NewTokens]:
+        """Apply RoPE and clear the borrowed channels, for caches that store rotated keys.
 
         Returns:
             Query [b, g * r, n, d], and the arriving tokens.
@@ -98,23 +101,22 @@ class AttentionStep(NamedTuple):
         if method is not None and self.spec is not None and self.spec.clear_after_rope:
             query, _ = method.cleared(query, key)
         value = self.value.squeeze(3).transpose(1, 2)
-        arrival = Arrival(self.position, key.transpose(1, 2), value, signal)
+        arrival = NewTokens(self.position, key.transpose(1, 2), value, signal)
         return query.flatten(2, 3).transpose(1, 2), arrival
 
-    def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, Arrival]:
-        """`rotated` in one pass over memory, in float32 inside; where Triton runs.
+    def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, NewTokens]:
+        """Do as `rotated` in one pass over memory, in float32 inside; where Triton runs.
 
         Args:
             decides: Whether the arriving tokens get their signal.
         """
-        rope = import_module("dms_train.kernels.layers.triton_rope")
         b, n, g, _, d = self.query.shape
-        channel = rope.EvictionChannel(0, 1.0, clear_after_rope=False)
+        channel = EvictionChannel(0, 1.0, clear_after_rope=False)
         if self.spec is not None:
             clear = self.spec.clear_after_rope
-            channel = rope.EvictionChannel(self.spec.channel % d, 0.0, clear_after_rope=clear)
+            channel = EvictionChannel(self.spec.channel % d, 0.0, clear_after_rope=clear)
         table = rotation_table(self.cos, self.sin) if self.table is None else self.table
-        query, key, activation = rope.rotate(
+        query, key, activation = dispatch.triton_kernels().rotate(
             self.query.flatten(0, 1).unsqueeze(1),
             self.key.flatten(0, 1).transpose(1, 2),
             table,
@@ -127,39 +129,46 @@ class AttentionStep(NamedTuple):
         elif decides and self.adapter is not None:
             signal = self.adapter()
         value = self.value.squeeze(3).transpose(1, 2)
-        arrival = Arrival(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
+        arrival = NewTokens(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
         return query.view(b, n, -1, d).transpose(1, 2), arrival
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """RoPE on x [b, n, g, r, d]."""
+        """Apply RoPE to x [b, n, g, r, d]."""
         first, second = x.chunk(2, -1)
         return x * self.cos + torch.cat([-second, first], -1) * self.sin
 
 
 class Snapshot(Protocol):
-    """What one row of a cache held at one time."""
+    """Snapshot of one row of a cache."""
 
     def restore(self, row: int) -> None:
-        """Put it into an empty row."""
+        """Restore the snapshot into an empty row."""
         ...
 
     def release(self) -> None:
-        """Give it up; it cannot be restored any more."""
+        """Release the snapshot; it cannot be restored any more."""
         ...
 
 
 class KVCache(Protocol):
     """Keys and values of several sequences ("rows"), all layers.
 
+    `base.HostDrivenCache` has the defaults of what only a `CapturableCache` needs.
+
     Attributes:
-        policy: Which tokens are kept.
+        policy: Decides which tokens are kept.
     """
 
     policy: CachePolicy
 
     @property
+    def capturable(self) -> CapturableCache | None:
+        """Return this cache if decode steps can be captured as CUDA graphs; None by default."""
+        ...
+
+    @property
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that holds tokens now, and of the tables.
+        """Return the bytes of the memory that holds tokens now, and of the tables.
 
         A pool that is taken from the system once counts with its pages in use.
         """
@@ -167,41 +176,41 @@ class KVCache(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """Most of them so far."""
+        """Return the most of these bytes so far."""
         ...
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of one KV head."""
+        """Return the bytes of one slot of one KV head."""
         ...
 
     @property
     def max_pages(self) -> int | None:
-        """Most pages of all sequences together; None where there is no limit."""
+        """Return the most pages of all sequences together; None where there is no limit."""
         ...
 
     @property
     def used_pages(self) -> int:
-        """Pages that rows and snapshots hold, shared ones once; 0 without pages."""
+        """Return the pages that rows and snapshots hold, shared ones once; 0 without pages."""
         ...
 
     def free_pages(self, least: int) -> float:
-        """Pages that neither a row nor a snapshot holds; infinite without a limit.
+        """Return the pages that neither a row nor a snapshot holds; infinite without a limit.
 
         Args:
-            least: Of so many pages or more, a lower bound is enough.
+            least: Number of pages from which on a lower bound is enough.
         """
         ...
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Most pages of a row that are copied for its next tokens, because others hold them too.
+        """Return the most shared pages of a row that its next tokens change, which copies them.
 
         One page of each KV list is not counted for a single token: it is taken or copied.
         """
         ...
 
     def snapshot(self, row: int) -> Snapshot:
-        """What a row holds now, the policy's state included."""
+        """Take a snapshot of a row, the policy's state included."""
         ...
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
@@ -213,15 +222,15 @@ class KVCache(Protocol):
         ...
 
     def live(self, rows: Tensor) -> Tensor:
-        """Tokens held that a later query may read, int64 [layers, b, kv_heads]."""
+        """Return the tokens held that a later query may read, int64 [layers, b, kv_heads]."""
         ...
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots reserved, live or not, int64 [layers, b, kv_heads]."""
+        """Return the slots reserved, live or not, int64 [layers, b, kv_heads]."""
         ...
 
     def positions(self, row: int) -> list[list[Tensor]] | None:
-        """Positions of the live tokens of a row by layer and KV head, on the CPU.
+        """Return the positions of the live tokens of a row by layer and KV head, on the CPU.
 
         Each int64 [live], ascending; None where the cache does not keep positions.
         """
@@ -229,4 +238,118 @@ class KVCache(Protocol):
 
     def free(self, rows: Tensor) -> None:
         """Forget the sequences in these rows, int64 [b]."""
+        ...
+
+    def note_empty(self, row: int) -> None:
+        """Note on the host that a row was freed; by default there is nothing to note."""
+        ...
+
+    def pages_of_steps(self, steps: int) -> int:
+        """Return the most pages of a KV list that steps of one token take or copy.
+
+        By default, every step takes one.
+        """
+        ...
+
+    def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Reserve the pages of a forward pass, which runs inside; by default there are none.
+
+        Args:
+            parts: Row and number of tokens of each sequence.
+        """
+        ...
+
+
+class CapturableCache(KVCache, Protocol):
+    """KV cache on the device, whose decode steps run without the host.
+
+    Memory never moves, so that captured steps stay valid. The host reserves pages before it
+    launches steps, and learns later from `status` how many they have taken.
+
+    Attributes:
+        captures_prompts: Whether chunks of prompts can be captured as CUDA graphs too.
+        decodes_prompts: Whether the last token of a prompt can be computed like a generated one.
+        eviction_interval: Number of generated tokens after which the policy's hooks evict; the
+            last one of them is not computed by captured steps. None if the hooks are not used.
+    """
+
+    captures_prompts: bool
+    decodes_prompts: bool
+    eviction_interval: int | None
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the cache."""
+        ...
+
+    @property
+    def lists_shape(self) -> tuple[int, int, int]:
+        """Return the layers, rows and KV heads."""
+        ...
+
+    @property
+    def shares_pages(self) -> bool:
+        """Return whether any page may belong to several KV lists or snapshots."""
+        ...
+
+    @property
+    def reserved_pages(self) -> int:
+        """Return the pages that were reserved or taken since the beginning."""
+        ...
+
+    def prepare(self, sequences: int, tokens: int = 1) -> None:
+        """Reserve pages for `tokens` more tokens of each of `sequences` sequences, in all layers.
+
+        Raises:
+            RuntimeError: Too few pages are free.
+        """
+        ...
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Capture the steps inside: they store nothing and reserve no pages."""
+        ...
+
+    def decode(
+        self, layer: int, token: Step, spec: MethodSpec | None, norms: HeadNorms | None
+    ) -> Tensor:
+        """Store and attend one token per sequence, inside `recording` or after `prepare`.
+
+        Args:
+            layer: Layer number.
+            token: The tokens, without signals.
+            spec: Spec of a model whose query carries an eviction channel; None for a dense model.
+            norms: RMSNorm of every head; None if there is none.
+
+        Returns:
+            [b, query heads, d].
+        """
+        ...
+
+    def status(self) -> list[Tensor]:
+        """Return what the host learns after a step, int32 each.
+
+        Returns:
+            Free pages [1], `FreePages.fault` [1], and the lists that `counts` reads.
+        """
+        ...
+
+    def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """Return slots read by steps and tokens held after them, [..., layers, rows, h] each.
+
+        Args:
+            lists: Rest of `status` on the host, [any, ..., layers, rows, h].
+        """
+        ...
+
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
+        """Update the number of free pages with that of an earlier step.
+
+        Args:
+            left: Free pages on the device after the step.
+            fault: `FreePages.fault` after the step.
+            reserved: `reserved_pages` when the step was launched.
+
+        Raises:
+            RuntimeError: A token found no page, so that the contents of the cache are invalid.
+        """
         ...

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +21,21 @@ from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.kv_lists import KVLists
+from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.wide_pages import WidePages
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
-from dms_train.inference.policies.dms import DMSPolicy
-from dms_train.inference.policies.keep_all import KeepAllPolicy
-from dms_train.inference.policies.window import WindowPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import (
+from dms_train.inference.policies import base as policies
+from dms_train.inference.policies.base import CachePolicy, KernelRule, NewTokens, RequestSizes
+from dms_train.inference.policies.kernel_rules import find_kernel_rule
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import (
     ALWAYS,
     EVICTION_CHANNEL,
     FP8,
     NEVER,
     SIGNAL,
+    AttentionWorkspace,
     Decisions,
     HeadNorms,
     PagedCache,
@@ -45,54 +45,56 @@ from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.base import MethodSpec
 
+_SOURCES = {policies.NEVER: NEVER, policies.EVERY: ALWAYS, policies.MARKED: SIGNAL}
 
-def decode_rule(policy: CachePolicy) -> tuple[Decisions, int] | None:
-    """How the kernels decide under a policy, and its window; None if they do not support it."""
-    if type(policy) is DMSPolicy:
-        return Decisions(SIGNAL, shift=policy.shift), policy.window
-    if type(policy) is WindowPolicy:
-        return Decisions(ALWAYS), policy.window
-    if type(policy) is KeepAllPolicy:
-        return Decisions(NEVER), 0
-    return None
+
+class CacheSizes(NamedTuple):
+    """How much a paged cache can hold.
+
+    Attributes:
+        layers: Attention layers.
+        rows: Sequences held at the same time.
+        heads: KV heads.
+        group: Query heads of each KV head.
+        longest: Most tokens of a sequence.
+    """
+
+    layers: int
+    rows: int
+    heads: int
+    group: int
+    longest: int
 
 
 class PagedKVCache:
     """KV lists of pages, a ring of the window's slots, and a policy that the kernels support.
 
     Args:
-        pool: Where the pages come from; `page_slots` a power of two.
-        policy: One that has a `decode_rule`.
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads.
-        longest: Most tokens of a sequence.
+        pool: Pool of the pages; `page_slots` a power of two.
+        policy: One whose kernel rule is a `WindowRule`.
+        sizes: How much it can hold.
 
     Attributes:
         captures_prompts: Whether chunks of prompts may be captured as CUDA graphs.
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
+        eviction_interval: Generated tokens between two that decode steps do not compute, because
+            the policy's hooks evict after them; None if there are none.
         lists: Page tables and lengths of the KV lists.
     """
 
     captures_prompts = True
     decodes_prompts = True
+    eviction_interval: int | None = None
 
-    def __init__(
-        self,
-        pool: DevicePool,
-        policy: CachePolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: int,
-        longest: int,
-    ) -> None:
+    def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
         self.pool = pool
         self.policy = policy
-        self._rule, window = self._rule_for(policy)
-        kv_lists = (layers, rows, heads)
-        places = -(-longest // pool.page_slots)
-        self.lists = KVLists(pool, layers=layers, rows=rows, heads=heads, places=places)
+        rule = find_kernel_rule(policy)
+        assert not isinstance(rule, str)
+        self._rule, window = self._decisions_for(rule)
+        layers, rows, heads = kv_lists = sizes[:3]
+        places = -(-sizes.longest // pool.page_slots)
+        self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=places)
         self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
         self._exponents: Tensor | None = None  # of FP8 pages
         self._wide: WidePages | None = None
@@ -101,34 +103,57 @@ class PagedKVCache:
             self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
         self._recording = False
         self._reserves = True  # pages, in each step
-        self._memory: dict[int, Any] = {}  # by sequences of a step
+        self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
 
-    @staticmethod
-    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
-        rule = decode_rule(policy)
-        assert rule is not None
-        return rule
+    def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
+        """Return how tokens are evicted when they leave the window, and the window."""
+        assert isinstance(rule, policies.WindowRule)
+        return Decisions(_SOURCES[rule.evicts], shift=rule.shift), rule.window
+
+    @property
+    def capturable(self) -> PagedKVCache:
+        """Return this cache: the kernels compute its decode steps without the host."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the pages."""
+        return self.pool.device
+
+    @property
+    def shares_pages(self) -> bool:
+        """Return whether any page may have several holders."""
+        return self.pool.sharing
+
+    @property
+    def reserved_pages(self) -> int:
+        """Return the pages that were reserved or taken since the beginning."""
+        return self.pool.reserved
+
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
+        """Note how many pages were free after an earlier step, as the pool's method does."""
+        self.pool.sync_free_count(left, fault, reserved)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pages in use and of the tables."""
+        """Return the bytes of the pages in use and of the tables."""
         return self.used_pages * self.pool.page_bytes + self.table_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most of them after any step."""
+        """Return the most of these bytes after any step."""
         return self.pool.peak_pages * self.pool.page_bytes + self.table_bytes
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of what describes the rows, and of the pages in which prompts are computed."""
+        """Return the bytes of tables, and of the pages in which prompts are computed."""
         tables = (self.lists.tables, self.lists.lengths, self._rings, self._exponents)
         wide = 0 if self._wide is None else self._wide.nbytes
         return wide + self.policy_bytes + sum(x.nbytes for x in tables if x is not None)
 
     @property
     def policy_bytes(self) -> int:
-        """Bytes of what the policy keeps besides pages, for all rows."""
+        """Return the bytes of what the policy keeps besides pages, for all rows."""
         return sum(x.nbytes for x in self._policy_tensors())
 
     def _policy_tensors(self) -> list[Tensor]:
@@ -136,64 +161,68 @@ class PagedKVCache:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Most bytes that a snapshot takes besides its pages."""
+        """Return the most bytes that a snapshot takes besides its pages."""
         copied = [*self._row_tensors(), *self._place_tensors()]
         return sum(x.nbytes // x.shape[1] for x in copied)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of one KV head."""
+        """Return the bytes of one slot of one KV head."""
         return self.pool.slot_bytes
 
     @property
     def max_pages(self) -> int:
-        """Pages of the pool."""
+        """Return the pages of the pool."""
         return self.pool.max_pages
 
     @property
     def used_pages(self) -> int:
-        """Pages that rows and snapshots hold, shared ones once."""
+        """Return the pages that rows and snapshots hold, shared ones once."""
         return self.pool.used_pages
 
     def free_pages(self, least: int) -> float:
-        """Pages that neither a row nor a snapshot holds; a lower bound from `least` on."""
+        """Return the number of free pages; a lower bound from `least` on."""
         return self.pool.free_pages(least)
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
+        """Return the shared pages of a row; 0 for one token, which takes or copies one page."""
         if not self.pool.sharing:  # no page has several holders any more
             self.lists.shared_pages[row] = 0
         return 0 if tokens == 1 else self.lists.shared_pages[row]
 
     def snapshot(self, row: int) -> PagedSnapshot:
-        """What a row holds now; its pages are shared."""
+        """Take a snapshot of a row, which shares its pages."""
         tensors, places = self._row_tensors(), self._place_tensors()
         return PagedSnapshot(self.lists, row, row_tensors=tensors, place_tensors=places)
 
     def live(self, rows: Tensor) -> Tensor:
-        """Live tokens, int64 [layers, b, h]."""
+        """Return the live tokens, int64 [layers, b, h]."""
         return self.lists.lengths[:, rows].long()
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots of the pages held, int64 [layers, b, h]."""
+        """Return the slots of the pages held, int64 [layers, b, h]."""
         return self.lists.pages(self.live(rows)) * self.pool.page_slots
 
     def view(self, layer: int) -> PagedCache:
-        """One layer as the kernels see it."""
+        """Return one layer as the kernels see it."""
         exponents = None if self._exponents is None else self._exponents[layer]
         kv_lists = (self.lists.tables[layer], self.lists.lengths[layer], self._rings[layer])
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Nothing to note: the policies of the kernels do not depend on the request."""
+        """Do nothing: a `WindowRule` does not depend on the request."""
 
     def positions(self, row: int) -> list[list[Tensor]] | None:
-        """None: only tokens in the window have a position."""
+        """Return None: only tokens in the window have a position."""
         return None
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
         self.lists.free(rows)
+
+    def note_empty(self, row: int) -> None:
+        """Note that a freed row shares no pages."""
+        self.lists.shared_pages[row] = 0
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
@@ -202,7 +231,7 @@ class PagedKVCache:
 
         Args:
             layer: Layer number; layers are visited in order.
-            step: The tokens; padding lies behind them.
+            step: The tokens; padding lies after them.
 
         Returns:
             Output and reads. Outputs of padding tokens are unspecified but finite; they read
@@ -226,12 +255,12 @@ class PagedKVCache:
         outputs, reads = zip(*done, strict=True)
         return Attended(torch.cat(outputs), torch.cat(reads))
 
-    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
-        """Queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
+    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
+        """Return queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
         return step.rotated_by_kernel(decides=self._rule.source == SIGNAL)
 
     def _decode(self, layer: int, step: AttentionStep) -> Attended:
-        """One token per sequence; the kernels apply RoPE and decide."""
+        """Compute one token per sequence; the kernels apply RoPE and decide."""
         b, d = len(step.rows), step.query.shape[-1]
         rule = self._rule_of(step.spec, d)
         signal = None
@@ -255,18 +284,18 @@ class PagedKVCache:
         return Attended(output.unsqueeze(2), self._read(layer)[step.rows].long())
 
     def _read(self, layer: int) -> Tensor:
-        """Slots that the newest tokens have read, int32 [rows, h]."""
+        """Return the slots that the newest tokens have read, int32 [rows, h]."""
         return self.lists.lengths[layer]
 
     def decode(
         self, layer: int, token: Step, spec: MethodSpec | None, norms: HeadNorms | None
     ) -> Tensor:
-        """One token per sequence inside `recording`, or announced with `prepare`.
+        """Compute one token per sequence, inside `recording` or after `prepare`.
 
         Args:
             layer: Layer number.
             token: The tokens, without signals.
-            spec: Of a model whose query carries an eviction channel; None for a dense model.
+            spec: Spec of a model whose query carries an eviction channel; None for a dense model.
             norms: RMSNorm of every head; None if there is none.
 
         Returns:
@@ -279,20 +308,19 @@ class PagedKVCache:
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         cache, b = self.view(layer), len(token.rows)
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if b not in self._memory:
             evicts = self._rule.source != NEVER
-            self._memory[b] = attend.workspace(rotated, cache, evicts=evicts)
+            self._memory[b] = kernels.attention_workspace(rotated, cache, evicts=evicts)
         scale = token.query.shape[-1] ** -0.5
-        output: Tensor = attend.attend(rotated, cache, token.rows, scale, self._memory[b])
-        return output
+        return kernels.attend(rotated, cache, token.rows, scale, self._memory[b])
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
-        """How a step decides and what it clears from the query.
+        """Return how a step decides and what it clears from the query.
 
         Args:
-            spec: Of a model whose query carries an eviction channel; None for any other.
+            spec: Spec of a model whose query carries an eviction channel; None for any other.
             head_size: Channels of a query.
         """
         if spec is None:
@@ -302,7 +330,8 @@ class PagedKVCache:
         return decisions._replace(source=source, shift=self._rule.shift)
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
-        """The next tokens of prompts through the kernels."""
+        """Store and attend the next tokens of prompts with the kernels."""
+        kernels = dispatch.triton_kernels()
         rows, query, arrival, pages, begins, whole = tokens
         window, (n, d) = self._rings.shape[-1] - 1, query.shape[2:]
         real = None if whole else arrival.position >= 0
@@ -314,18 +343,18 @@ class PagedKVCache:
             before = prompt.state_before(*stored, rows, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, n, real, self._rule)
         count = None if real is None else real.sum(1, dtype=torch.int32)
-        chunk = prefill.plan_chunk(evicted, before, window, count)
+        chunk = kernels.plan_chunk(evicted, before, window, count)
         size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
-        table = self._claim(layer, rows, lists, lengths, pages)
+        table = self._allocate(layer, rows, lists, lengths, pages)
         changed = None
         if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             if self.pool.sharing:
-                table = self.lists.own(layer, rows, lists, changed)
+                table = self.lists.copy_on_write(layer, rows, lists, changed)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
-            output = prefill.extend_prompt(
+            output = kernels.extend_prompt(
                 Tokens(query, arrival.key, arrival.value),
                 chunk,
                 before,
@@ -342,13 +371,13 @@ class PagedKVCache:
             self._wide.write(table, exponents, chunk.lengths, changed)
             self._exponents[layer, rows] = exponents
         self.lists.release(lists, lengths)
-        reads = prompt.settle(chunk, before, self._rings[layer], rows, self._rule.source)
+        reads = prompt.commit_prefill(chunk, before, self._rings[layer], rows, self._rule.source)
         return Attended(output, reads)
 
     def _prompt_pages(
         self, layer: int, rows: Tensor, table: Tensor, lengths: Tensor | None
     ) -> Pages:
-        """Pages for a chunk of prompts, with the `lengths` [b, h] slots before it if any."""
+        """Return pages for a chunk of prompts, with the `lengths` [b, h] slots before it."""
         if self._wide is None or self._exponents is None:
             return Pages(self.pool.pages, table)
         if lengths is None:
@@ -357,7 +386,7 @@ class PagedKVCache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Steps inside are captured, or store nothing, and reserve no pages."""
+        """Capture the steps inside, or let them store nothing; they reserve no pages."""
         before = self._recording, self._reserves
         self._recording, self._reserves = True, False
         try:
@@ -366,11 +395,11 @@ class PagedKVCache:
             self._recording, self._reserves = before
 
     def status(self) -> list[Tensor]:
-        """What the host learns after a step: int32 free pages [1], fault [1], and for `counts`."""
+        """Return the free pages [1], the fault [1], and the arguments of `counts`, int32 each."""
         return [self.pool.free.left, self.pool.free.fault, self.lists.lengths.view(-1)]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots that steps have read, and tokens held after them, [..., layers, rows, h] each.
+        """Return slots read by steps and tokens held after them, [..., layers, rows, h] each.
 
         Args:
             lists: The rest of `status` on the host, [any, ..., layers, rows, h].
@@ -379,12 +408,12 @@ class PagedKVCache:
 
     @property
     def lists_shape(self) -> tuple[int, int, int]:
-        """Layers, rows and KV heads."""
+        """Return the layers, rows and KV heads."""
         layers, rows, heads = self.lists.lengths.shape
         return layers, rows, heads
 
     def pages_of_steps(self, steps: int) -> int:
-        """Most pages of a KV list that steps of one token take; each may copy a shared one."""
+        """Return the most pages of a KV list that steps of one token take or copy."""
         return steps if self.pool.sharing else self._pages_of(steps)
 
     def prepare(self, sequences: int, tokens: int = 1) -> None:
@@ -408,24 +437,24 @@ class PagedKVCache:
         finally:
             self._reserves = True
 
-    def _claim(
+    def _allocate(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, pages: int
     ) -> Tensor:
-        """`KVLists.claim`, which takes `pages` pages at most."""
+        """Allocate pages for lists, reserving `pages` of them first if steps reserve."""
         if self._reserves:
             self.pool.reserve(pages)
-        return self.lists.claim(layer, rows, lists, lengths)
+        return self.lists.allocate(layer, rows, lists, lengths)
 
     def _row_tensors(self) -> list[Tensor]:
-        """What else a row holds, [layers, rows, ...]."""
+        """Return what else a row holds, [layers, rows, ...]."""
         return [self.lists.lengths, self._rings]
 
     def _place_tensors(self) -> list[Tensor]:
-        """What has an entry for each place, [layers, rows, h, p, ...]."""
+        """Return what has an entry for each place, [layers, rows, h, p, ...]."""
         return [x for x in (self.lists.tables, self._exponents) if x is not None]
 
     def _most_pages(self, step: AttentionStep) -> list[int]:
-        """Pages that the tokens of each sequence take in a layer, at most."""
+        """Return the pages that the tokens of each sequence take in a layer, at most."""
         b, n = step.position.shape
         heads = self.lists.lengths.shape[2]
         return [heads * self._pages_of(length) for length in step.lengths or (n,) * b]

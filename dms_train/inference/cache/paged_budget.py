@@ -1,4 +1,4 @@
-"""The paged cache for policies with a budget: H2O, TOVA, SnapKV and StreamingLLM.
+"""The paged cache for policies with a budget.
 
 Generated tokens are stored and attended by the kernels of `PagedKVCache`. After the attention of a
 layer, one more kernel chooses the token of each KV list that leaves; the next token takes its slot.
@@ -14,7 +14,6 @@ m recent queries, d head size.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -23,24 +22,23 @@ from torch import Tensor
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.policy_hooks import join, received
 from dms_train.inference.cache.row_requests import RowRequests
+from dms_train.inference.policies import base as policies
 from dms_train.inference.policies.base import (
-    Arrival,
+    AttentionReceived,
+    BudgetRule,
     CachePolicy,
-    Received,
+    KernelRule,
+    NewTokens,
     RequestSizes,
     Slots,
 )
-from dms_train.inference.policies.h2o import H2OPolicy
-from dms_train.inference.policies.scored import ScoredPolicy
-from dms_train.inference.policies.snapkv import SnapKVPolicy
-from dms_train.inference.policies.streaming_llm import StreamingLLMPolicy
-from dms_train.inference.policies.tova import LAYER, TOVAPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.slots import attend_slots
+from dms_train.kernels.decode.types import (
     CHOSEN,
     LEAST,
     MAXIMUM,
@@ -53,9 +51,9 @@ from dms_train.kernels.decode.paged import (
     Decisions,
     HeadNorms,
     PagedCache,
+    SlotLogits,
     Step,
 )
-from dms_train.kernels.decode.slots import attend_slots
 from dms_train.method.base import MethodSpec
 
 _REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
@@ -63,97 +61,80 @@ _QUERIES = 512  # of a prompt whose scores are held at a time
 _SCORES = 2**26  # numbers of them, at most
 
 
-def supported(policy: CachePolicy) -> bool:
-    """Whether this cache serves a policy."""
-    if type(policy) is StreamingLLMPolicy:
-        return not policy.moves
-    return type(policy) in (H2OPolicy, TOVAPolicy, SnapKVPolicy)
-
-
 class BudgetPagedCache(PagedKVCache):
     """A paged cache whose KV lists keep to the budget of a policy.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: One that is `supported`.
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads, and query heads of each of them.
-        longest: Most tokens of a sequence.
+        policy: One whose kernel rule is a `BudgetRule`.
+        sizes: How much it can hold.
     """
 
     captures_prompts = False  # the host chooses how much memory they take
 
-    def __init__(
-        self,
-        pool: DevicePool,
-        policy: CachePolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: tuple[int, int],
-        longest: int,
-    ) -> None:
-        h, group = heads
-        super().__init__(pool, policy, layers=layers, rows=rows, heads=h, longest=longest)
-        self._scored = isinstance(policy, ScoredPolicy)  # evicts after the attention
-        streams = type(policy) is StreamingLLMPolicy
-        self.decodes_prompts = policy.streams if isinstance(policy, ScoredPolicy) else streams
+    def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
+        super().__init__(pool, policy, sizes)
+        rule = policy.kernel_rule()
+        assert isinstance(rule, BudgetRule)
+        self._budget_rule = rule
+        self._scored = rule.score is not None  # evicts after the attention
+        self.decodes_prompts, self.eviction_interval = rule.streams, rule.interval
+        layers, rows, h = lists = sizes[:3]
         put: dict[str, Any] = {"device": pool.device}
-        lists, slots = (layers, rows, h), self.lists.tables.shape[-1] * pool.page_slots
+        slots = self.lists.tables.shape[-1] * pool.page_slots
         self._positions = torch.zeros(*lists, slots, dtype=torch.int32, **put)
-        self._scores = torch.zeros(*lists, slots if type(policy) is H2OPolicy else 0, **put)
+        self._scores = torch.zeros(
+            *lists, slots if rule.score == policies.COLUMN_SUMS else 0, **put
+        )
         self._requests = RowRequests(layers, rows, pool.device)
         self._recent = policy.recent_queries
-        shape = (layers, rows + 1, self._recent, h, group, pool.pages.shape[-1])
+        shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_places: tuple[Tensor, Tensor]  # of the step that is computed
-        self._chooser: Any = importlib.import_module("dms_train.kernels.decode.triton_choose")
         self._choice: Choice | None = None  # of the step that is computed
         self._inside = [False]  # its sequences whose prompts decide
-        self._logits: Any = None
-        if isinstance(policy, ScoredPolicy):
-            most = min(slots, policy.most_tokens(longest) + 1)
-            queries = ((1 << (rows - 1).bit_length()) * h, group)
-            self._logits = decode.kernels()[1].SlotLogits(
+        self._logits: SlotLogits | None = None
+        if self._scored:
+            most = min(slots, policy.most_tokens(sizes.longest) + 1)
+            queries = ((1 << (rows - 1).bit_length()) * h, sizes.group)
+            self._logits = SlotLogits(
                 torch.zeros(*queries, most, **put), torch.zeros(queries, **put)
             )
 
-    @staticmethod
-    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
-        """That of prompts, which are stored whole before anything is evicted."""
+    def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
+        """Return the rule for prompts: store the whole prompt, evict nothing yet."""
         return Decisions(NEVER), 0
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
         rule = super()._rule_of(spec, head_size)
-        return rule if type(self.policy) is SnapKVPolicy else rule._replace(source=CHOSEN)
+        return rule if self._budget_rule.evicts == policies.NEVER else rule._replace(source=CHOSEN)
 
     def _policy_tensors(self) -> list[Tensor]:
         return [self._positions, self._scores, self._queries, *(self._logits or ())]
 
     def view(self, layer: int) -> PagedCache:
-        """One layer as the kernels see it."""
+        """Return one layer as the kernels see it."""
         return super().view(layer)._replace(positions=self._positions[layer])
 
     def status(self) -> list[Tensor]:
-        """As for `PagedKVCache`; odd entries of rings are evicted tokens."""
+        """Return the status of `PagedKVCache`, and rings, whose odd entries are evicted tokens."""
         return [*super().status(), *([self._rings.view(-1)] if self._scored else [])]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """As for `PagedKVCache`; scored tokens are evicted after they were read."""
+        """Return the counts of `PagedKVCache`; scored tokens are evicted after they were read."""
         return lists[0], lists[0] - lists[1] % 2 if self._scored else lists[0]
 
     def live(self, rows: Tensor) -> Tensor:
-        """Live tokens, int64 [layers, b, h]."""
+        """Return the live tokens, int64 [layers, b, h]."""
         lengths = self.lists.lengths[:, rows].long()
         return lengths - self._rings[:, rows, :, 0] % 2 if self._scored else lengths
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots of the pages held, int64 [layers, b, h]."""
+        """Return the slots of the pages held, int64 [layers, b, h]."""
         return self.lists.pages(self.lists.lengths[:, rows].long()) * self.pool.page_slots
 
     def positions(self, row: int) -> list[list[Tensor]]:
-        """Positions of the live tokens of a row by layer and head, each int64 [live] on the CPU."""
+        """Return the positions of a row's live tokens by layer and head, int64 on the CPU."""
         at, rows = [], torch.tensor([row], device=self.pool.device)
         for layer in range(len(self.lists.lengths)):
             position = self._stored_positions(layer, rows)
@@ -164,13 +145,13 @@ class BudgetPagedCache(PagedKVCache):
         return at
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Shared pages of a row; the last token of a prompt may rewrite all of them."""
+        """Return the shared pages of a row; the last token of a prompt may rewrite all of them."""
         return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row; what the row holds stays."""
+        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._requests.assign(row, sizes)
-        if type(self.policy) is StreamingLLMPolicy and int(self.lists.lengths[0, row, 0]):
+        if self._budget_rule.evicts == policies.OLDEST and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
             # another budget may keep what was to leave
             for layer in range(len(self.lists.lengths)):
@@ -190,7 +171,7 @@ class BudgetPagedCache(PagedKVCache):
         return [*super()._place_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
-        """As for `PagedKVCache`; tokens of prompts wait for the host."""
+        """Store tokens, evict and attend; the host waits where the policy's hooks decide."""
         if self._recording:
             return self._decode(layer, step)
         if step.position.shape[1] > 1:
@@ -212,18 +193,23 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(output, reads)
 
     def _prompts_of(self, step: AttentionStep) -> list[bool]:
-        """Which single tokens end a prompt at whose end tokens are chosen."""
+        """Return by one-token row whether the hooks decide after it, not the kernels."""
         if self.decodes_prompts:
             return [False] * len(step.rows)
-        at = zip(step.rows.tolist(), step.position[:, 0].tolist(), strict=True)
-        return [position < self._requests.known[row].prompt for row, position in at]
+        end = step.position[:, 0] + 1
+        sequences = self._requests.sequences(step.rows, end - 1, end)
+        inside = end <= sequences.prompt
+        if self.eviction_interval is not None:
+            inside = inside | self.policy.evicts_after(sequences)
+        found: list[bool] = inside.tolist()
+        return found
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         cache, b, d = self.view(layer), len(token.rows), token.query.shape[-1]
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if layer == 0:
             self._choice = self._choice_of(token)
             if self._recent:
@@ -232,39 +218,36 @@ class BudgetPagedCache(PagedKVCache):
             newest = rotated.view(b, *self._queries.shape[3:])
             self._queries[layer].index_put_(self._query_places, newest)
         if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
+            self._memory[b] = kernels.attention_workspace(rotated, cache)
         logits = None
         if self._logits is not None:
             lists = b * self.lists.lengths.shape[2]
-            logits = attend.SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
-        output: Tensor = attend.attend(
-            rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits
-        )
+            logits = SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
+        output = kernels.attend(rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits)
         if self._choice is not None:
             scores = self._scores[layer] if self._scores.numel() else None
-            self._chooser.choose(
+            kernels.choose(
                 cache, self._choice, token.rows, token.position, logits=logits, scores=scores
             )
         return output
 
     def _choice_of(self, token: Step) -> Choice | None:
-        """Which tokens leave after a step; None for none."""
-        policy, end = self.policy, token.position.long() + 1
-        if isinstance(policy, StreamingLLMPolicy):  # it decides before the next token is attended
-            return Choice(
-                OLDEST, *policy.limits(self._requests.sequences(token.rows, end, end + 1))
-            )
-        sequences = self._requests.sequences(token.rows, end - 1, end)
-        if isinstance(policy, H2OPolicy):
-            return Choice(SUMMED, *policy.limits(sequences), _REDUCTIONS[policy.reduce])
-        if isinstance(policy, TOVAPolicy):
-            return Choice(LEAST, *policy.limits(sequences), together=policy.scope == LAYER)
-        return None
+        """Return which tokens leave after a step; None for none."""
+        rule = self._budget_rule
+        if rule.evicts == policies.NEVER:
+            return None
+        end = token.position.long() + 1
+        if rule.evicts == policies.OLDEST:  # decided before the next token is attended
+            sequences = self._requests.sequences(token.rows, end, end + 1)
+            return Choice(OLDEST, *self.policy.limits(sequences))
+        kind = SUMMED if rule.score == policies.COLUMN_SUMS else LEAST
+        limits = self.policy.limits(self._requests.sequences(token.rows, end - 1, end))
+        return Choice(kind, *limits, _REDUCTIONS[rule.reduce], rule.together)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
-        """Tokens after which the policy's hooks decide."""
+        """Compute tokens after which the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
-        if isinstance(self.policy, StreamingLLMPolicy):
+        if self._budget_rule.evicts == policies.OLDEST:
             n = range(0, query.shape[2], _QUERIES)
             parts = [
                 self._stream(layer, step.rows, query[:, :, i : i + _QUERIES], _part(arrival, i))
@@ -283,13 +266,13 @@ class BudgetPagedCache(PagedKVCache):
     def _note(
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
     ) -> None:
-        """Keep positions of tokens that were stored behind `before` [b, h], and queries."""
+        """Keep positions of tokens that were stored after `before` [b, h], and queries."""
         most = int(self.lists.lengths[layer, rows].max())
         column = torch.arange(most, dtype=torch.int32, device=before.device)
-        behind = column - before[..., None]
-        new = (behind >= 0) & (behind < (position >= 0).sum(1)[:, None, None])
+        since = column - before[..., None]
+        new = (since >= 0) & (since < (position >= 0).sum(1)[:, None, None])
         known = self._positions[layer, rows, :, :most]
-        arrived = (position[:, :1, None] + behind).int()
+        arrived = (position[:, :1, None] + since).int()
         self._positions[layer, rows, :, :most] = torch.where(new, arrived, known)
         if self._scores.numel():
             known = self._scores[layer, rows, :, :most]
@@ -301,7 +284,7 @@ class BudgetPagedCache(PagedKVCache):
             self._queries[layer][rows[b], position[b, n] % m] = newest.to(self._queries.dtype)
 
     def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
-        """The newest queries [b, h, m, r, d], 0 where there were fewer."""
+        """Return the newest queries [b, h, m, r, d], 0 where there were fewer."""
         m = self._recent
         if not m:
             return None
@@ -316,7 +299,8 @@ class BudgetPagedCache(PagedKVCache):
         sequences = self._requests.sequences(
             rows, start, end, self._recent_queries(layer, rows, end)
         )
-        if type(self.policy) is SnapKVPolicy and not bool(sequences.ends_prompt.any()):
+        waits = self._budget_rule.evicts == policies.NEVER
+        if waits and not bool(self.policy.evicts_after(sequences).any()):
             return
         slots = self._contents(layer, rows)._replace(sequences=sequences)
         if self._scored:
@@ -325,12 +309,12 @@ class BudgetPagedCache(PagedKVCache):
             if self._scores.numel():
                 self._scores[layer, rows, :, : slots.state.shape[2]] = slots.state[..., 0]
         held = slots.position >= 0
-        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
         if bool((keep != held).any()):
             self._fill(layer, rows, slots, keep)
 
-    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """A part of a prompt whose queries read what is left at their position."""
+    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
+        """Compute a part of a prompt whose queries read what is left at their position."""
         at = arrival.position
         end = at.amax(1) + 1
         sequences = self._requests.sequences(rows, end - (at >= 0).sum(1), end)
@@ -339,16 +323,15 @@ class BudgetPagedCache(PagedKVCache):
         assert slots.value is not None
         held = slots.position >= 0
         mask = held[:, :, None] & (slots.position[:, :, None] <= at[:, None, :, None])
-        mask = mask & ~self.policy.expired(slots, at)
+        mask = mask & ~self.policy.evict_mask(slots, at)
         output, _ = attend_slots(query, slots.key, slots.value, mask[:, :, None])
-        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
         self._fill(layer, rows, slots, keep)
         self._mark_oldest(layer, rows)
         return Attended(output, mask.sum((2, 3)))
 
     def _mark_oldest(self, layer: int, rows: Tensor) -> None:
-        """Mark the tokens that StreamingLLM evicts when the next token arrives."""
-        assert isinstance(self.policy, StreamingLLMPolicy)
+        """Mark the token of each KV list that leaves when the next one arrives."""
         position = self._stored_positions(layer, rows)
         following = position.amax((1, 2)) + 1
         limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))
@@ -368,14 +351,14 @@ class BudgetPagedCache(PagedKVCache):
         self._rings[layer, rows] = 0
 
     def _stored_positions(self, layer: int, rows: Tensor) -> Tensor:
-        """Positions in all slots of the pages in use, int64 [b, h, s]; -1 for empty ones."""
+        """Return the positions in the slots of pages in use, int64 [b, h, s]; -1 for empty ones."""
         lengths = self.lists.lengths[layer, rows]
         most = max(1, int(self.lists.pages(lengths).max())) * self.pool.page_slots
         held = torch.arange(most, device=rows.device) < lengths[..., None]
         return self._positions[layer, rows, :, :most].long().masked_fill(~held, -1)
 
     def _contents(self, layer: int, rows: Tensor) -> Slots:
-        """The tokens of KV lists by slot; 0 in empty slots."""
+        """Return the tokens of KV lists by slot; 0 in empty slots."""
         position = self._stored_positions(layer, rows)
         places = position.shape[-1] // self.pool.page_slots
         pages = self.pool.pages[self.lists.tables[layer, rows, :, :places].long()]
@@ -395,10 +378,10 @@ class BudgetPagedCache(PagedKVCache):
         counts, lists = keep.sum(-1, dtype=torch.int32), self.lists.numbers(layer, rows)
         after = torch.maximum(counts, before)
         more = int((self.lists.pages(after) - self.lists.pages(before)).sum())
-        table = self._claim(layer, rows, lists, after.flatten(), more)
+        table = self._allocate(layer, rows, lists, after.flatten(), more)
         if self.pool.sharing:
             written = self.lists.places() < self.lists.pages(counts)[..., None]
-            table = self.lists.own(layer, rows, lists, written)
+            table = self.lists.copy_on_write(layer, rows, lists, written)
         most = int(counts.max())
         column = torch.arange(most, device=rows.device)
         order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)
@@ -416,7 +399,7 @@ class BudgetPagedCache(PagedKVCache):
 
 
 def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
-    """Some sequences of a step, int64 [any]."""
+    """Select some sequences of a step, int64 [any]."""
     assert step.lengths is None  # they have one token each
     fields = ("query", "key", "value", "cos", "sin", "position", "rows")
     adapter = None
@@ -427,21 +410,21 @@ def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
     return step._replace(**some, adapter=adapter, table=None)
 
 
-def _part(arrival: Arrival, start: int) -> Arrival:
-    """Tokens of a prompt from `start` on, as many as are computed at a time."""
+def _part(arrival: NewTokens, start: int) -> NewTokens:
+    """Return the tokens of a prompt from `start` on that are computed at a time."""
     part = slice(start, start + _QUERIES)
     key, value = arrival.key[:, :, part], arrival.value[:, :, part]
-    return Arrival(arrival.position[:, part], key, value, None)
+    return NewTokens(arrival.position[:, part], key, value, None)
 
 
-def _received(slots: Slots, query: Tensor, at: Tensor) -> Received:
-    """Attention that slots have received from the queries [b, h * r, n, d] at positions [b, n]."""
+def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
+    """Compute the attention that slots receive from queries [b, h * r, n, d] at [b, n]."""
     assert slots.key is not None
     assert slots.value is not None
     b, heads, n, _ = query.shape
     h, s = slots.position.shape[1:]
     zero = torch.zeros(b, h, heads // h, s, device=query.device)
-    found = Received(zero, zero, zero)
+    found = AttentionReceived(zero, zero, zero)
     block = max(1, min(_QUERIES, _SCORES // (b * heads * s)))
     for start in range(0, n, block):
         part = slice(start, start + block)
@@ -451,5 +434,5 @@ def _received(slots: Slots, query: Tensor, at: Tensor) -> Received:
         some = received(weights, mask)
         there = (at[:, part] >= 0).any(1)[:, None, None, None]
         newest = torch.where(there, some.newest, found.newest)
-        found = Received(found.total + some.total, newest, found.squares + some.squares)
+        found = AttentionReceived(found.total + some.total, newest, found.squares + some.squares)
     return found

@@ -1,4 +1,4 @@
-"""What a chunk of prompts finds in a paged cache, as the state of `kernels.prefill`.
+"""State of a paged cache before a chunk of prompts, in the form of `kernels.prefill`.
 
 The ring of a paged cache says by token number in which slots the last tokens lie and which of them
 are marked for eviction; `kernels.prefill` takes them in the order of their positions.
@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival
-from dms_train.kernels.decode.paged import ALWAYS, NEVER, Decisions
+from dms_train.inference.policies.base import NewTokens
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import ALWAYS, NEVER, Decisions
 from dms_train.kernels.prefill.lists import PrefillChunk
 from dms_train.kernels.prefill.sparse import PrefillState, last_slots, recent_tokens
 
@@ -28,14 +29,14 @@ class Chunk(NamedTuple):
         rows: Cache rows, int64 [b].
         query: With RoPE, [b, query heads, n, d].
         arrival: The tokens.
-        pages: That they take at most.
+        pages: Most pages that they take.
         begins: Whether the cache holds nothing of these prompts.
         whole: Whether no prompt has padding.
     """
 
     rows: Tensor
     query: Tensor
-    arrival: Arrival
+    arrival: NewTokens
     pages: int
     begins: bool = False
     whole: bool = False
@@ -44,30 +45,29 @@ class Chunk(NamedTuple):
 def state_before(
     lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, source: int
 ) -> PrefillState:
-    """State of the KV lists of some rows before a chunk.
+    """Return the state of the KV lists of some rows before a chunk.
 
     Args:
         lengths: int32 [r, h].
-        ring: int32 [r, h, w + 1], as in `kernels.decode.paged`.
+        ring: int32 [r, h, w + 1], as in `kernels.decode.types`.
         rows: int64 [b].
         seen: int32 [b], tokens before the chunk.
-        source: Where decisions come from.
+        source: Source of the decisions, as in `Decisions`.
     """
     recent = recent_tokens(ring.shape[-1] - 1)
     if source == NEVER:  # there is no ring; nothing ever moves
         held = lengths[rows]
         none = torch.zeros(*held.shape, recent, dtype=torch.bool, device=rows.device)
         return PrefillState(held, seen, none)
-    from dms_train.kernels.prefill import triton_state
-
-    held, evicted, slots = triton_state.read_ring(lengths, ring, rows, seen, recent)
+    kernels = dispatch.triton_kernels()
+    held, evicted, slots = kernels.read_ring(lengths, ring, rows, seen, recent)
     return PrefillState(held, seen, evicted, slots)
 
 
 def evictions(
     before: PrefillState, signal: Tensor | None, n: int, real: Tensor | None, rule: Decisions
 ) -> Tensor:
-    """Which recent and arriving tokens are evicted, as far as decided: [b, h, k + n].
+    """Return which recent and arriving tokens are evicted, as far as decided: [b, h, k + n].
 
     Args:
         before: State before the chunk.
@@ -92,26 +92,25 @@ def evictions(
 
 
 def changed_pages(before: PrefillState, window: int, places: int, page_slots: int) -> Tensor:
-    """Pages that a chunk writes to.
+    """Return the pages that a chunk writes to.
 
     Args:
         before: State before the chunk.
-        window: Of the policy.
+        window: Window of the policy.
         places: Pages of the longest list.
         page_slots: Slots of a page.
 
     Returns:
         bool [b, h, places].
     """
-    from dms_train.kernels.prefill import triton_state
-
     slots = before.slots
     if slots is None:
         slots = last_slots(before.lengths, before.seen, window)
-    return triton_state.changed_pages(before.lengths, slots, places, page_slots)
+    kernels = dispatch.triton_kernels()
+    return kernels.changed_pages(before.lengths, slots, places, page_slots)
 
 
-def settle(
+def commit_prefill(
     chunk: PrefillChunk, before: PrefillState, ring: Tensor, rows: Tensor, source: int
 ) -> Tensor:
     """Note the last tokens of a chunk in the ring, and count what its queries attend.
@@ -121,14 +120,12 @@ def settle(
         before: State before it.
         ring: int32 [r, h, w + 1]; updated, unless decisions come from nowhere.
         rows: int64 [b].
-        source: Where decisions come from.
+        source: Source of the decisions, as in `Decisions`.
 
     Returns:
         Slots read, summed over the queries: int64 [b, h].
     """
-    from dms_train.kernels.prefill import triton_state
-
-    return triton_state.settle(
+    return dispatch.triton_kernels().commit_prefill(
         chunk,
         before.lengths,
         before.seen,

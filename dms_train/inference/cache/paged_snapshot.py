@@ -1,4 +1,4 @@
-"""What one row of a paged cache held at one time; its pages are shared, not copied.
+"""Snapshot of one row of a paged cache; its pages are shared, not copied.
 
 Shape letters: h KV heads, p pages of a full KV list.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.kv_lists import KVLists
+from dms_train.inference.cache.page_tables import PageTables
 
 
 class PagedSnapshot:
@@ -17,14 +17,14 @@ class PagedSnapshot:
     Args:
         lists: The KV lists of the cache that it is taken of.
         row: The row.
-        row_tensors: What the cache keeps of a row, the lengths first, [layers, rows, ...] each.
-        place_tensors: What it keeps of every place, the page tables first,
+        row_tensors: Tensors of the cache by row, the lengths first, [layers, rows, ...] each.
+        place_tensors: Tensors by place of a page table, the page tables first,
             [layers, rows, h, p, ...] each.
     """
 
     def __init__(
         self,
-        lists: KVLists,
+        lists: PageTables,
         row: int,
         *,
         row_tensors: list[Tensor],

@@ -1,4 +1,4 @@
-"""What caches in torch operations ask of a policy, in the form of the slots of a layer.
+"""Hooks of a policy applied to the slots of a layer, for caches in torch operations.
 
 Stored and arriving tokens become one set of slots; the hooks of `CachePolicy` are applied to them.
 
@@ -11,13 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, CachePolicy, Merge, Received, Slots
+from dms_train.inference.policies.base import (
+    AttentionReceived,
+    CachePolicy,
+    Merge,
+    NewTokens,
+    Slots,
+)
 from dms_train.inference.policies.rotation import moved_by
 from dms_train.kernels.decode.slots import SecondQuery
 
 
-def join(stored: Slots, arrival: Arrival) -> Slots:
-    """Stored tokens followed by the arriving ones."""
+def join(stored: Slots, arrival: NewTokens) -> Slots:
+    """Concatenate the stored tokens and the arriving ones."""
     b, h, _, width = stored.state.shape
     n = arrival.position.shape[1]
     position = torch.cat([stored.position, arrival.position[:, None].expand(b, h, n)], 2)
@@ -30,25 +36,25 @@ def join(stored: Slots, arrival: Arrival) -> Slots:
 
 
 def by_group(x: Tensor, heads: int) -> Tensor:
-    """[b, h * r, ...] to [b, h, r, ...] for h KV heads."""
+    """Reshape [b, h * r, ...] to [b, h, r, ...] for h KV heads."""
     return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
 
 
 def observes(policy: CachePolicy) -> bool:
-    """Whether a policy evicts by the attention that tokens receive."""
+    """Return whether a policy evicts by the attention that tokens receive."""
     return policy.scored and type(policy).observe is not CachePolicy.observe
 
 
 def balances(policy: CachePolicy) -> bool:
-    """Whether a policy decides over all layers."""
+    """Return whether a policy decides over all layers."""
     return type(policy).balance is not CachePolicy.balance
 
 
-def received(weights: Tensor, mask: Tensor) -> Received:
-    """What the slots received in a pass.
+def received(weights: Tensor, mask: Tensor) -> AttentionReceived:
+    """Return what the slots received in a pass.
 
     Args:
-        weights: Of attention, [b, h * r, n, s].
+        weights: Attention weights, [b, h * r, n, s].
         mask: bool [b, h, n, s], False for the queries of padding.
     """
     by_head = by_group(weights, mask.shape[1]) * mask[:, :, None]
@@ -56,15 +62,15 @@ def received(weights: Tensor, mask: Tensor) -> Received:
     last = real.shape[1] - 1 - real.flip(1).int().argmax(1)
     index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
     newest = by_head.gather(3, index)[:, :, :, 0]
-    return Received(by_head.sum(3), newest, by_head.square().sum(3))
+    return AttentionReceived(by_head.sum(3), newest, by_head.square().sum(3))
 
 
 def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> Tensor:
-    """What each query head reads, bool [b, h, 1 or r, n, s].
+    """Return what each query head reads, bool [b, h, 1 or r, n, s].
 
     Args:
         policy: The policy, which selects where there is one query.
-        slots: What there is.
+        slots: Slots of the layer.
         mask: bool [b, h, n, s], what it leaves.
         query: [b, h, r, n, d].
     """
@@ -75,15 +81,15 @@ def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> 
 def second_query(
     policy: CachePolicy, slots: Slots, query: Tensor, at: Tensor
 ) -> SecondQuery | None:
-    """The queries for keys that the policy moves, moved the other way.
+    """Return the queries for keys that the policy moves, moved the other way.
 
     Args:
         policy: The policy.
-        slots: What is read.
+        slots: Slots that are read.
         query: [b, heads, q, d] with RoPE applied.
         at: int64 [b, q], their positions.
     """
-    moved = policy.moved(slots, at)
+    moved = policy.position_shift(slots, at)
     if moved is None:
         return None
     assert slots.sequences is not None
@@ -93,7 +99,7 @@ def second_query(
 
 
 def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:
-    """The slots with evicted tokens added to others, and which of them are targets, bool [b, h, s].
+    """Add evicted tokens to others; return the slots and which are targets, bool [b, h, s].
 
     Computed in float32 at least.
     """

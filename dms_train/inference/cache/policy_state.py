@@ -1,4 +1,4 @@
-"""What a policy knows of sequences and keeps for their KV lists; owned by a cache.
+"""State of a policy: request sizes, and its tensors for each KV list; owned by a cache.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, m recent
 queries, d head size.
@@ -20,11 +20,11 @@ class PolicyState:
     """Request sizes of every row, and the policy's tensors of every (layer, row, KV head).
 
     Args:
-        policy: Whose state it is.
+        policy: Policy that uses the state.
         layers: Attention layers.
         rows: Sequences held at the same time.
-        device: Where the tensors live.
-        frequency: Of RoPE, as in `Sequences`.
+        device: Device of the tensors.
+        frequency: RoPE frequencies, as in `Sequences`.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class PolicyState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the policy's tensors."""
+        """Return the bytes of the policy's tensors."""
         return sum(tensor.nbytes for lists in self._lists for tensor in lists.values())
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row; what the row holds stays."""
+        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
 
     def reset(self, rows: Tensor) -> None:
@@ -58,7 +58,7 @@ class PolicyState:
                 tensor[rows] = 0
 
     def sequences(self, layer: int, rows: Tensor, position: Tensor, query: Tensor) -> Sequences:
-        """The sequences of a pass, with its queries among the recent ones.
+        """Return the sequences of a pass, with its queries among the recent ones.
 
         Args:
             layer: Layer number.
@@ -84,7 +84,7 @@ class PolicyState:
         )
 
     def accumulated(self, layer: int, step: UnrotatedTokens) -> UnrotatedTokens:
-        """The tokens of a pass as the policy stores them."""
+        """Return the tokens of a pass as the policy stores them."""
         if type(self._policy).accumulate is CachePolicy.accumulate:
             return step
         lists = {name: tensor[step.rows] for name, tensor in self._lists[layer].items()}
@@ -95,7 +95,7 @@ class PolicyState:
         return step.replaced(*content)
 
     def _newest(self, before: Tensor | None, real: Tensor, query: Tensor) -> Tensor:
-        """The newest queries, [b, h, m, r, d].
+        """Return the newest queries, [b, h, m, r, d].
 
         Args:
             before: The newest ones before the pass; None for none.
@@ -126,11 +126,11 @@ class PolicyState:
             known[name] = stored
 
     def layers(self, rows: Tensor) -> list[dict[str, Tensor]]:
-        """Copies of the policy's tensors of these rows, by layer, [b, h, ...] each."""
+        """Return the copies of the policy's tensors of these rows, by layer, [b, h, ...] each."""
         return [{name: tensor[rows] for name, tensor in lists.items()} for lists in self._lists]
 
     def snapshot(self, row: int) -> list[dict[str, Tensor]]:
-        """Copies of the tensors of a row, by layer."""
+        """Return the copies of the tensors of a row, by layer."""
         return [
             {name: tensor[row].clone() for name, tensor in lists.items()} for lists in self._lists
         ]
@@ -143,7 +143,7 @@ class PolicyState:
 
 
 def _widened(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with zeros behind them in their third dimension, where the other one is longer."""
+    """Pad the third dimension of the shorter one with zeros."""
     size = max(first.shape[2], second.shape[2])
     after = (0, 0) * (first.dim() - 3)
     first, second = (

@@ -30,8 +30,8 @@ class PagePool:
     Args:
         head_size: Channels of a key and of a value.
         state_width: float32 numbers a policy keeps with each slot.
-        dtype: Of keys and values.
-        device: Where the slabs live.
+        dtype: Dtype of keys and values.
+        device: Device of the slabs.
         page_slots: Slots of one page.
         slab_pages: Pages of one slab, the unit in which memory is taken and returned.
     """
@@ -61,7 +61,7 @@ class PagePool:
 
     @property
     def max_pages(self) -> int | None:
-        """Pages of all slabs that may be open; None without a limit."""
+        """Return the pages of all slabs that may be open; None without a limit."""
         slabs = self.allocator.max_slabs
         return None if slabs is None else slabs * self.allocator.slab_pages
 
@@ -71,23 +71,23 @@ class PagePool:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of one slab."""
+        """Return the bytes of one slab."""
         return self._slab_slots * self.slot_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot, all fields together."""
+        """Return the bytes of one slot, all fields together."""
         sizes = (torch.Size(tail).numel() * t.itemsize for tail, t in self._fields.values())
         return sum(sizes)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
+        """Return the bytes of one page."""
         return self.page_slots * self.slot_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the slabs that exist now."""
+        """Return the bytes of the slabs that exist now."""
         return len(self._slabs) * self.slab_bytes
 
     def allocate(self, count: int) -> Tensor:
@@ -105,7 +105,7 @@ class PagePool:
             raise
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         taken = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        # slots behind the last token are multiplied by 0, and 0 times a stale NaN is NaN
+        # slots after the last token are multiplied by 0, and 0 times a stale NaN is NaN
         for slab, offset in self.by_slab(taken).parts:
             self._paged(slab, "value")[offset] = 0
         return taken
@@ -115,7 +115,7 @@ class PagePool:
         self.allocator.share(pages.tolist())
 
     def shared(self, pages: Tensor) -> Tensor:
-        """Which pages have several holders: int64 [...] to bool [...]; False for -1."""
+        """Return which pages have several holders: int64 [...] to bool [...]; False for -1."""
         if not self.allocator.sharing:
             return torch.zeros_like(pages, dtype=torch.bool)
         found = self.allocator.shared(pages.flatten().tolist())
@@ -145,7 +145,7 @@ class PagePool:
         return _by_slab(pages, self.allocator.slab_pages)
 
     def read_pages(self, field: str, pages: BySlab) -> Tensor:
-        """One field of whole pages, in the order of `pages`: [n, page_slots, *field]."""
+        """Return the one field of whole pages, in the order of `pages`: [n, page_slots, *field]."""
         tail, dtype = self._fields[field]
         shape = (len(pages.order), self.page_slots, *tail)
         values = torch.empty(shape, dtype=dtype, device=self.device)
@@ -174,7 +174,7 @@ class PagePool:
                 self._slabs[slab][field][offset] = part
 
     def _paged(self, slab: int, field: str) -> Tensor:
-        """One field of a slab, [pages, page_slots, *field]."""
+        """Return the one field of a slab, [pages, page_slots, *field]."""
         flat = self._slabs[slab][field]
         return flat.view(self.allocator.slab_pages, self.page_slots, *flat.shape[1:])
 

@@ -14,10 +14,10 @@ from dms_train.kernels.decode.slots import SecondQuery, attend_slots
 
 
 def pages_of(numbers: Tensor, page_slots: int) -> Tensor:
-    """Page numbers in the order of slot numbers of whole pages, int64 [b, h, p]; -1 for none.
+    """Return the page numbers of slot numbers of whole pages, int64 [b, h, p]; -1 for none.
 
     Args:
-        numbers: int64 [b, h, s]; -1 behind the last live slot.
+        numbers: int64 [b, h, s]; -1 after the last live slot.
         page_slots: Slots of a page.
     """
     return numbers[..., ::page_slots].div(page_slots, rounding_mode="floor")
@@ -26,10 +26,10 @@ def pages_of(numbers: Tensor, page_slots: int) -> Tensor:
 def attend_chosen(
     pool: PagePool, numbers: Tensor, chosen: Tensor, query: Tensor, second: SecondQuery | None
 ) -> Attended:
-    """Attention over some slots only; no others are read.
+    """Attend to some slots only; no others are read.
 
     Args:
-        pool: Where the slots lie.
+        pool: Pool of the slots.
         numbers: Slot numbers, int64 [b, h, s].
         chosen: bool [b, h, r, s].
         query: [b, h, r, d].
@@ -49,14 +49,14 @@ def attend_chosen(
 
 
 def attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
-    """`attend_slots` of one query per head over all slots; [b, h, r, d].
+    """Run `attend_slots` with one query per head over all slots; returns [b, h, r, d].
 
     Pages are multiplied in the order in which the pool reads them; only scores and outputs are
     sorted by sequence.
 
     Args:
-        pool: Where the slots lie.
-        numbers: Slot numbers of whole pages, int64 [b, h, s]; -1 behind the last live one.
+        pool: Pool of the slots.
+        numbers: Slot numbers of whole pages, int64 [b, h, s]; -1 after the last live one.
         query: [b, h, r, d].
     """
     wide = torch.promote_types(query.dtype, torch.float32)

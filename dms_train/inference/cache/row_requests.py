@@ -13,33 +13,28 @@ from dms_train.inference.policies.base import RequestSizes, Sequences
 
 
 class RowRequests:
-    """What a policy may know of every row.
+    """Request sizes of every row.
 
     Args:
         layers: Attention layers.
         rows: Sequences held at the same time.
-        device: Of the cache.
-
-    Attributes:
-        known: By row; zeros before a request was assigned.
+        device: Device of the cache.
     """
 
     def __init__(self, layers: int, rows: int, device: torch.device) -> None:
         self._layers = layers
-        self.known = [RequestSizes(0, 0, 0)] * rows
         # row -1 is for places of a step that are not used
         self._sizes = torch.zeros(rows + 1, len(RequestSizes._fields), dtype=torch.int64)
         self._sizes = self._sizes.to(device)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row."""
-        self.known[row] = sizes
+        """Note the sizes of the request, or turn, that takes a row."""
         self._sizes[row] = sent(list(sizes), self._sizes.device)
 
     def sequences(
         self, rows: Tensor, start: Tensor, end: Tensor, query: Tensor | None = None
     ) -> Sequences:
-        """A pass over rows [b], -1 for none; the host does not wait.
+        """Describe a pass over rows [b], -1 for none; the host does not wait.
 
         Args:
             rows: Integers [b].

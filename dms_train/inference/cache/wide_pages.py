@@ -2,19 +2,17 @@
 
 The kernels of prompts read and write pages of the model's dtype. A chunk is computed in pages that
 all layers use in turn: what the cache holds is read into them before, and the pages that have
-changed are stored behind it. Nothing here waits for the device.
+changed are stored after it. Nothing here waits for the device.
 
 Shape letters: b sequences, h KV heads, p pages of a full KV list, s slots, d head size.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from dms_train.kernels import dispatch
 from dms_train.kernels.prefill.lists import Pages
 
 
@@ -33,20 +31,19 @@ class WidePages:
         self._stored, self._heads, self._places = stored, heads, places
         self._pages = torch.empty(heads * places, *stored.shape[1:], dtype=dtype, device=device)
         self._numbers = torch.arange(heads * places, dtype=torch.int32, device=device)
-        self._kernels: Any = importlib.import_module("dms_train.kernels.prefill.triton_fp8")
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Return the bytes taken."""
         return self._pages.nbytes + self._numbers.nbytes
 
     def sequences(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that fit at the same time, at least 1."""
+        """Return the sequences of `tokens` tokens that fit at the same time, at least 1."""
         slots = self._pages.shape[2]
         return max(1, self._places // -(-tokens // slots))
 
     def read(self, table: Tensor, exponents: Tensor, lengths: Tensor) -> Pages:
-        """The KV lists of a chunk's sequences.
+        """Return the KV lists of a chunk's sequences.
 
         Args:
             table: int32 [b, h, p], their stored pages.
@@ -54,7 +51,7 @@ class WidePages:
             lengths: int32 [b, h], slots in use.
         """
         pages = self.empty(len(table))
-        self._kernels.read_pages(
+        dispatch.triton_kernels().read_fp8_pages(
             self._stored,
             table.flatten(0, 1),
             exponents.flatten(0, 1),
@@ -64,7 +61,7 @@ class WidePages:
         return pages
 
     def empty(self, sequences: int) -> Pages:
-        """Pages for KV lists that hold nothing yet."""
+        """Return the pages for KV lists that hold nothing yet."""
         places = self._places // sequences
         numbers = self._numbers[: sequences * self._heads * places]
         return Pages(self._pages, numbers.view(sequences, self._heads, places))
@@ -80,7 +77,7 @@ class WidePages:
             lengths: int32 [b, h], slots in use.
             changed: bool [b, h, p], pages to store; None for all.
         """
-        self._kernels.write_pages(
+        dispatch.triton_kernels().write_fp8_pages(
             self._lists(len(table)),
             self._stored,
             table.flatten(0, 1),
@@ -90,6 +87,6 @@ class WidePages:
         )
 
     def _lists(self, sequences: int) -> Tensor:
-        """The pages by KV list, [b * h, p, 2, s, d]."""
+        """Return the pages by KV list, [b * h, p, 2, s, d]."""
         lists, places = sequences * self._heads, self._places // sequences
         return self._pages[: lists * places].view(lists, places, *self._pages.shape[1:])

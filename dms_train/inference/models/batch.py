@@ -1,6 +1,6 @@
-"""The tokens of a forward pass: flat for the layers, by sequence for the cache.
+"""Tokens of a forward pass: flat for the layers, by sequence for the cache.
 
-Shape letters: t tokens of a pass, b sequences of a group, n their most tokens.
+Shape letters: t tokens of a pass, b sequences of a micro-batch, n their most tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dms_train.inference.devices import sent
 Integers: TypeAlias = NDArray[np.int64]
 
 
-class Group(NamedTuple):
-    """Sequences whose tokens enter the cache together; neighbours in the flat order.
+class MicroBatch(NamedTuple):
+    """Sequences whose tokens enter the cache together; contiguous in the flat order.
 
     Attributes:
-        rows: Their cache rows, int64 [b], all different.
-        position: int64 [b, n]; -1 for padding behind a sequence.
-        tokens: Where their tokens lie in the flat order.
-        source: int64 [b, n], which of these tokens goes where; None if there is no padding.
-        target: int64 [tokens], place in b * n of each of them; None likewise.
+        rows: Cache rows, int64 [b], all different.
+        position: int64 [b, n]; -1 for padding after a sequence.
+        tokens: Range of their tokens in the flat order.
+        source: int64 [b, n], index among these tokens; None if there is no padding.
+        target: int64 [tokens], index in b * n of each token; None if there is no padding.
         lengths: Tokens of each sequence; None if there is no padding.
-        begins: Whether the cache is known to hold nothing of these sequences yet.
+        begins: Whether the cache is known to be empty for these sequences.
     """
 
     rows: Tensor
@@ -39,45 +39,45 @@ class Group(NamedTuple):
     begins: bool = False
 
     def take(self, flat: Tensor) -> Tensor:
-        """[t, ...] to [b, n, ...]; padding repeats a token."""
+        """Convert [t, ...] to [b, n, ...]; padding repeats a token."""
         own = flat[self.tokens]
         if self.source is None:
             return own.view(*self.position.shape, *own.shape[1:])
         return own[self.source]
 
     def flatten(self, x: Tensor) -> Tensor:
-        """[b, n, ...] to [tokens of the group, ...], without padding."""
+        """Convert [b, n, ...] to [tokens of the micro-batch, ...], without padding."""
         whole = x.flatten(0, 1)
         return whole if self.target is None else whole[self.target]
 
 
 class TokenBatch(NamedTuple):
-    """The tokens of a pass, which follow what the cache holds.
+    """Tokens of a pass, which follow the tokens in the cache.
 
     Attributes:
         tokens: int64 [t].
         position: int64 [t].
-        groups: Their sequences, in the order of the tokens.
+        micro_batches: Their sequences, in the order of the tokens.
     """
 
     tokens: Tensor
     position: Tensor
-    groups: list[Group]
+    micro_batches: list[MicroBatch]
 
     @classmethod
     def rectangular(cls, tokens: Tensor, position: Tensor, rows: Tensor) -> TokenBatch:
-        """Sequences of the same number of tokens. Both int64 [b, n]; rows int64 [b]."""
-        group = Group(rows, position, slice(0, tokens.numel()))
-        return cls(tokens.flatten(), position.flatten(), [group])
+        """Batch sequences of equal length; tokens and position int64 [b, n], rows int64 [b]."""
+        micro_batch = MicroBatch(rows, position, slice(0, tokens.numel()))
+        return cls(tokens.flatten(), position.flatten(), [micro_batch])
 
     @classmethod
     def ragged(cls, parts: list[tuple[int, int, list[int]]], device: torch.device) -> TokenBatch:
-        """Sequences of any number of tokens, in groups that padding does not more than double.
+        """Batch sequences of any length; padding at most doubles the number of tokens.
 
         Args:
-            parts: Of each sequence, its row, the position of its first token, and its tokens; those
-                of fewer tokens come first.
-            device: Where the tensors go.
+            parts: Row, position of the first token, and tokens of each sequence; shorter sequences
+                come first.
+            device: Device of the tensors.
         """
         lengths = np.array([len(tokens) for _, _, tokens in parts])
         flat = np.array([token for _, _, tokens in parts for token in tokens])
@@ -85,19 +85,22 @@ class TokenBatch(NamedTuple):
         begins = lengths.cumsum() - lengths
         position = np.arange(len(flat)) + np.repeat(first - begins, lengths)
         rows = np.array([row for row, _, _ in parts])
-        groups = []
+        micro_batches = []
         for part in _parts(lengths):
-            group = _group(rows[part], first[part], lengths[part], device)
+            batch = _micro_batch(rows[part], first[part], lengths[part], device)
             start = int(begins[part.start])
-            groups.append(group._replace(tokens=slice(start, start + group.tokens.stop)))
-        return cls(sent(flat, device), sent(position, device), groups)
+            micro_batches.append(batch._replace(tokens=slice(start, start + batch.tokens.stop)))
+        return cls(sent(flat, device), sent(position, device), micro_batches)
 
 
 def _parts(lengths: Integers) -> list[slice]:
-    """Sequences of one token, then others together while their padding is at most as much as they.
+    """Divide sequences into micro-batches.
+
+    Single-token sequences form one micro-batch. Longer ones are batched while padding at most
+    doubles the number of tokens.
 
     Args:
-        lengths: Tokens of the sequences, ascending, [b].
+        lengths: Tokens of each sequence, ascending, [b].
     """
     single, end = int((lengths == 1).sum()), len(lengths)
     parts = []
@@ -110,27 +113,29 @@ def _parts(lengths: Integers) -> list[slice]:
     return [*([slice(0, single)] if single else []), *parts[::-1]]
 
 
-def _group(rows: Integers, first: Integers, lengths: Integers, device: torch.device) -> Group:
-    """Sequences as the first group of a pass.
+def _micro_batch(
+    rows: Integers, first: Integers, lengths: Integers, device: torch.device
+) -> MicroBatch:
+    """Return sequences as the first micro-batch of a pass.
 
     Args:
-        rows: Their cache rows, [b].
-        first: Positions of their first tokens, [b].
-        lengths: How many tokens they have, [b].
-        device: Where the tensors go.
+        rows: Cache rows, [b].
+        first: Positions of the first tokens, [b].
+        lengths: Tokens of each sequence, [b].
+        device: Device of the tensors.
     """
     n, total = int(lengths.max()), int(lengths.sum())
     place = np.arange(n)
     there = place < lengths[:, None]
     position = np.where(there, first[:, None] + place, -1)
-    group = Group(
+    micro_batch = MicroBatch(
         sent(rows, device), sent(position, device), slice(0, total), begins=not first.any()
     )
     if there.all():
-        return group
+        return micro_batch
     begins = (lengths.cumsum() - lengths)[:, None]
     source = begins + np.minimum(place, lengths[:, None] - 1)
     (target,) = there.ravel().nonzero()
-    return group._replace(
+    return micro_batch._replace(
         source=sent(source, device), target=sent(target, device), lengths=tuple(lengths.tolist())
     )

@@ -1,4 +1,4 @@
-"""Layers that the model families are made of.
+"""Layers of the model families.
 
 Shape letters: t tokens of a pass, b sequences, n tokens of a sequence, g KV heads, r query heads
 per KV head, d head size, c hidden size.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +16,18 @@ from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.cache.interface import AttentionStep, KVCache
-from dms_train.inference.models.batch import Group
-from dms_train.kernels.decode import kernels as decode
+from dms_train.inference.models.batch import MicroBatch
+from dms_train.kernels import dispatch
 from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_logits, hard_decisions
 
 
 class Angles(NamedTuple):
-    """RoPE of the tokens of a group.
+    """RoPE of the tokens of a micro-batch.
 
     Attributes:
         cos: Cosines, [b, n, 1, 1, d].
-        sin: Sines, likewise.
+        sin: Sines, [b, n, 1, 1, d].
         table: `rotation_table` of both.
     """
 
@@ -38,21 +37,21 @@ class Angles(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What the layers of one forward pass share.
+    """Inputs that all layers of a forward pass share.
 
     Attributes:
-        cache: Where keys and values go.
-        groups: The sequences.
-        angles: Of each group.
+        cache: KV cache.
+        micro_batches: Sequences of the pass.
+        angles: RoPE of each micro-batch.
     """
 
     cache: KVCache
-    groups: list[Group]
+    micro_batches: list[MicroBatch]
     angles: list[Angles]
 
 
 def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
-    """Radians by which RoPE turns each pair of channels for a position, float32 [d / 2]."""
+    """Return the RoPE frequencies in radians per position, float32 [d / 2]."""
     even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=device)
     frequency = 1.0 / a.rotary_base ** (even.float() / a.kv_channels)
     rule = a.rope_scaling
@@ -65,7 +64,7 @@ def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
 
 
 def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE. position: int64 [t]. Both [t, 1, 1, d]."""
+    """Return cosines and sines of RoPE, [t, 1, 1, d] each, for int64 positions [t]."""
     angle = position[:, None].float() * rotary_frequencies(a, position.device)
     angle = torch.cat([angle, angle], -1)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -80,7 +79,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to [..., size]."""
+        """Normalise x [..., size]."""
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -88,22 +87,18 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
     def added(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with an update, and its norm. All [t, size]."""
-        if residual.is_cuda and decode.runs_on(residual.device):
-            kernel: Any = import_module("dms_train.kernels.layers.triton_norm")
-            both: tuple[Tensor, Tensor] = kernel.add_norm(
-                residual, update, self.weight, self.epsilon
-            )
-            return both
+        """Return the residual stream plus an update, and its norm, [t, size] each."""
+        if residual.is_cuda and dispatch.is_supported(residual.device):
+            kernels = dispatch.triton_kernels()
+            return kernels.add_norm(residual, update, self.weight, self.epsilon)
         residual = residual + update
         return residual, self(residual)
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    """silu(x[:, :f]) * x[:, f:] for x [t, 2 f]."""
-    if x.is_cuda and decode.runs_on(x.device):
-        swiglu: Tensor = import_module("dms_train.kernels.layers.triton_swiglu").swiglu(x)
-        return swiglu
+    """Return silu(x[:, :f]) * x[:, f:] for x [t, 2 f]."""
+    if x.is_cuda and dispatch.is_supported(x.device):
+        return dispatch.triton_kernels().swiglu(x)
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -117,7 +112,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(a.ffn_hidden_size, a.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[t, c] to [t, c]."""
+        """Compute the update [t, c] of x [t, c]."""
         update: Tensor = self.down_proj(_swiglu(self.gate_up_proj(x)))
         return update
 
@@ -127,7 +122,7 @@ class Attention(nn.Module):
 
     Args:
         a: The model.
-        spec: What it was trained for; None for a dense model, which makes no decisions.
+        spec: Method it was trained with; None for a dense model, which makes no decisions.
         layer: Layer number.
         adapter: Whether decisions come from a projection of their own instead of an eviction
             channel.
@@ -151,11 +146,11 @@ class Attention(nn.Module):
             self.dms_proj_alpha_norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
     def _heads(self, states: Tensor) -> Tensor:
-        """[t, g * r * d] to [t, g, r, d]."""
+        """Convert [t, g * r * d] to [t, g, r, d]."""
         return states.view(len(states), self.groups, -1, self.size)
 
     def _adapter_decisions(self, residual: Tensor) -> Tensor:
-        """Hard decisions of the adapter, bool [b, g, n], from the residual stream [b, n, c]."""
+        """Return the adapter's decisions, bool [b, g, n], for the residual stream [b, n, c]."""
         assert self.spec is not None
         activation = self.dms_proj_alpha(self.dms_proj_alpha_norm(residual))
         return hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
@@ -167,7 +162,7 @@ class Attention(nn.Module):
 
         Args:
             x: Normalised input [t, c].
-            residual: The same before normalisation.
+            residual: Input before normalisation.
             inputs: Shared by the layers.
 
         Returns:
@@ -176,26 +171,26 @@ class Attention(nn.Module):
         query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         outputs, reads = [], []
-        for group, angles in zip(inputs.groups, inputs.angles, strict=True):
+        for batch, angles in zip(inputs.micro_batches, inputs.angles, strict=True):
             adapter = None
             if self.adapter:
-                adapter = partial(self._adapter_decisions, group.take(residual))
+                adapter = partial(self._adapter_decisions, batch.take(residual))
             step = AttentionStep(
-                query=group.take(query),
-                key=group.take(key),
-                value=group.take(value),
+                query=batch.take(query),
+                key=batch.take(key),
+                value=batch.take(value),
                 cos=angles.cos,
                 sin=angles.sin,
-                position=group.position,
-                rows=group.rows,
+                position=batch.position,
+                rows=batch.rows,
                 spec=None if self.adapter else self.spec,
                 adapter=adapter,
-                lengths=group.lengths,
-                begins=group.begins,
+                lengths=batch.lengths,
+                begins=batch.begins,
                 table=angles.table,
             )
             done = inputs.cache.step(self.layer, step)
-            outputs.append(group.flatten(done.output.transpose(1, 2).flatten(2)))
+            outputs.append(batch.flatten(done.output.transpose(1, 2).flatten(2)))
             reads.append(done.reads)
         return self.o_proj(_joined(outputs)), _joined(reads)
 

@@ -35,14 +35,13 @@ class DecoderLayer(nn.Module):
         """Run the layer.
 
         Args:
-            x: The residual stream behind the layer's first norm, [t, c].
-            residual: The same before that norm.
+            x: Residual stream after the layer's first norm, [t, c].
+            residual: Residual stream before that norm.
             inputs: Shared by the layers.
-            following: The norm behind the layer.
+            following: Norm after the layer.
 
         Returns:
-            The residual stream behind `following` and before it, and slots read [sequences,
-            kv_heads].
+            Residual stream after and before `following`, and slots read [sequences, kv_heads].
         """
         update, reads = self.self_attn(x, residual, inputs)
         residual, x = self.post_attention_layernorm.added(residual, update)
@@ -55,7 +54,7 @@ class Decoder(nn.Module):
 
     Args:
         architecture: The model.
-        spec: What it was trained for; None for a dense model.
+        spec: Method it was trained with; None for a dense model.
         adapter: Whether decisions come from a projection of their own.
     """
 
@@ -73,11 +72,11 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
 
     def forward(self, batch: TokenBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Run tokens that follow what the cache holds.
+        """Run tokens that follow the tokens in the cache.
 
         Args:
             batch: t tokens.
-            cache: Keys and values of what came before; updated.
+            cache: Keys and values of earlier tokens; updated.
 
         Returns:
             Hidden states [t, c] and slots read, int64 [layers, sequences, kv_heads].
@@ -85,10 +84,10 @@ class Decoder(nn.Module):
         residual = self.embed_tokens(batch.tokens)
         cos, sin = rotary_tables(self.architecture, batch.position, residual.dtype)
         angles = []
-        for group in batch.groups:
-            own = group.take(cos), group.take(sin)
+        for micro_batch in batch.micro_batches:
+            own = micro_batch.take(cos), micro_batch.take(sin)
             angles.append(Angles(*own, rotation_table(*own)))
-        inputs = AttentionInputs(cache, batch.groups, angles)
+        inputs = AttentionInputs(cache, batch.micro_batches, angles)
         norms = [layer.input_layernorm for layer in self.decoder_layers]
         x, reads = norms[0](residual), []
         for layer, following in zip(self.decoder_layers, [*norms[1:], self.norm], strict=True):
@@ -98,10 +97,10 @@ class Decoder(nn.Module):
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
-        """`layers`, with their type."""
+        """Decoder layers."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., c] to at least float32 [..., vocab]."""
-        found: Tensor = self.lm_head(hidden)
-        return found.to(torch.promote_types(found.dtype, torch.float32))
+        """Convert [..., c] to [..., vocab], at least float32."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))

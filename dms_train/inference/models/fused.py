@@ -1,38 +1,39 @@
-"""A decode step of a decoder in six kernels a layer, over the decoder's own weights.
+"""Decode step of a decoder in six kernels per layer, over the decoder's own weights.
 
 A layer is a product for queries, keys and values; storage in the cache, with RoPE and the eviction
 decision; attention; and three more products. RMSNorm, SwiGLU and the residual additions are parts
 of the products. Triton is imported on first use.
 
-Shape letters: m tokens, one of each sequence; h query heads; g KV heads; d head size; c hidden
+Shape letters: m tokens, one per sequence; h query heads; g KV heads; d head size; c hidden
 size; f width of the MLP.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import DecodeInputs
 from dms_train.inference.models.blocks import RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
-from dms_train.kernels.decode.paged import HeadNorms, Step
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import HeadNorms, Step
+from dms_train.kernels.layers.types import EmbeddingTables, LinearWorkspace, NormedInput
 
-_SEQUENCES = 64  # that a program of a product takes
+_SEQUENCES = 64  # of a program of a product
 _SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
 _CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or H200
 
 
-def suits(decoder: Decoder, sequences: int) -> bool:
-    """Whether the kernels compute a step of so many sequences, and no slower than torch does.
+def can_fuse(decoder: Decoder, sequences: int) -> bool:
+    """Return whether the kernels compute a step of this many sequences, and as fast as torch.
 
-    They do not where decisions come from an adapter, nor on a GPU with too little shared memory.
-    With more sequences than a program takes, products read their weights several times, which must
-    lie in the L2 cache then.
+    They do not support decisions from an adapter, nor GPUs with too little shared memory. With more
+    sequences than a program takes, products read their weights several times. These must then fit
+    into the L2 cache.
     """
     device = decoder.embed_tokens.weight.device
     if device.type == "cuda":
@@ -49,46 +50,45 @@ def suits(decoder: Decoder, sequences: int) -> bool:
 
 
 class _Buffers(NamedTuple):
-    """Memory of a step of m sequences.
+    """Buffers of a step of m sequences.
 
     Attributes:
         residual: [m, c], the residual stream.
-        normed: The same before the division of the next RMSNorm.
+        normed: The residual stream before the division of the next RMSNorm.
         qkv: [m, (h + 2 g) * d].
         inner: [m, f].
         logits: [m, vocab].
         cos: [m, d].
         sin: [m, d].
-        work: Of the products.
+        work: Scratch memory of the products.
     """
 
     residual: Tensor
-    normed: Any
+    normed: NormedInput
     qkv: Tensor
     inner: Tensor
     logits: Tensor
     cos: Tensor
     sin: Tensor
-    work: Any
+    work: LinearWorkspace
 
 
 class FusedDecoder:
     """Decode steps of a decoder.
 
     Args:
-        decoder: One that `suits`, on a device where Triton runs.
+        decoder: A decoder that `can_fuse`, on a device where Triton runs.
         cache: Its cache.
         longest: Most tokens of a sequence.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, longest: int) -> None:
+    def __init__(self, decoder: Decoder, cache: CapturableCache, longest: int) -> None:
         embedding = decoder.embed_tokens.weight
         self._decoder, self._cache = decoder, cache
-        self._kernels: Any = importlib.import_module("dms_train.kernels.layers.triton_linear")
-        self._embed: Any = importlib.import_module("dms_train.kernels.layers.triton_embed")
+        self._kernels = dispatch.triton_kernels()
         position = torch.arange(longest, device=embedding.device)
         angles = rotary_tables(decoder.architecture, position, embedding.dtype)
-        self._angles = [table.view(longest, -1) for table in angles]
+        self._cos, self._sin = (table.view(longest, -1) for table in angles)
         self._layers = decoder.decoder_layers
         self._buffers: dict[int, _Buffers] = {}
 
@@ -96,8 +96,8 @@ class FusedDecoder:
         """Run one token of every sequence.
 
         Args:
-            inputs: The tokens.
-            last: int64 [cache rows], the newest token of each.
+            inputs: Inputs of the step.
+            last: int64 [cache rows], newest token of each row.
 
         Returns:
             [m, vocab], overwritten by the next step of as many sequences.
@@ -109,11 +109,11 @@ class FusedDecoder:
         memory = self._buffers[m]
         layers = self._layers
         following = [layer.input_layernorm.weight for layer in layers[1:]] + [decoder.norm.weight]
-        self._embed.embed(
+        kernels.embed(
             inputs.tokens,
             inputs.position,
             inputs.rows,
-            self._embed.Tables(decoder.embed_tokens.weight, *self._angles, last),
+            EmbeddingTables(decoder.embed_tokens.weight, self._cos, self._sin, last),
             norm=layers[0].input_layernorm.weight,
             residual=memory.residual,
             after=memory.normed,
@@ -124,8 +124,7 @@ class FusedDecoder:
             self._attention(layer, inputs, memory)
             self._mlp(layer, norm, memory)
         weight = decoder.lm_head.weight
-        out: Tensor = kernels.linear(memory.normed, weight, memory.work, out=memory.logits)
-        return out
+        return kernels.linear(memory.normed, weight, memory.work, out=memory.logits)
 
     def _attention(self, layer: DecoderLayer, inputs: DecodeInputs, memory: _Buffers) -> None:
         """Add the attention's update to the residual stream."""
@@ -172,11 +171,11 @@ class FusedDecoder:
         cos, sin = weight.new_empty(2, m, a.kv_channels)
         return _Buffers(
             residual=residual,
-            normed=self._kernels.Normed.like(residual, a.layernorm_epsilon),
+            normed=self._kernels.normed_input(residual, a.layernorm_epsilon),
             qkv=qkv,
             inner=weight.new_empty(m, a.ffn_hidden_size),
             logits=weight.new_empty(m, a.vocab_size),
             cos=cos,
             sin=sin,
-            work=self._kernels.Workspace.of(m, weight.device),
+            work=self._kernels.linear_workspace(m, weight.device),
         )

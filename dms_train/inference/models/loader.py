@@ -1,4 +1,4 @@
-"""From a model directory to a decoder on a device."""
+"""Loading of a model directory into a decoder on a device."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _ADAPTER = "dms_proj_alpha"  # in the names of the weights of NVIDIA's adapter v
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A decoder and what its directory states about it.
+    """A decoder and the facts stated by its directory.
 
     Attributes:
         decoder: In evaluation mode, on its device.
         architecture: Sizes.
-        spec: What it was trained for; None for a dense model.
-        dtype: Of its weights.
+        spec: Method it was trained with; None for a dense model.
+        dtype: Dtype of its weights.
         config: config.json.
     """
 
@@ -52,7 +52,7 @@ def load_model(directory: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     Args:
         directory: Holds config.json and safetensors.
         dtype: Compute dtype, or `auto` for the stored one.
-        device: Where the weights go.
+        device: Device of the weights.
 
     Raises:
         FileNotFoundError: A file is absent.
@@ -90,7 +90,7 @@ def _dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def _check_adapter(directory: Path, reader: WeightReader, adapter: bool) -> None:
-    """Refuse adapter weights that config.json does not declare."""
+    """Fail if there are adapter weights that config.json does not declare."""
     present = any(_ADAPTER in name for name in reader.names())
     if present and not adapter:
         raise InferenceError(
@@ -100,7 +100,7 @@ def _check_adapter(directory: Path, reader: WeightReader, adapter: bool) -> None
 
 
 def _stored_names(name: str, architecture: Architecture) -> list[str]:
-    """Names in the files of what a weight of the decoder consists of."""
+    """Return the names of the stored tensors that form a weight of the decoder."""
     if name == "lm_head.weight":
         tied = architecture.tie_word_embeddings
         return ["model.embed_tokens.weight" if tied else "lm_head.weight"]

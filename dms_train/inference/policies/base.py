@@ -10,15 +10,15 @@ s slots, w `state_width`, m recent queries, d head size.
 One forward pass of a layer calls, in this order:
 
 0. `accumulate`: arriving tokens may be merged with those before them, before RoPE.
-1. `admit`: stored and arriving tokens get their state; arriving ones are identified by position.
-2. Unscored policies and a single token: `expired` and `merge`, then the kept tokens and the
+1. `on_store`: stored and arriving tokens get their state; arriving ones are identified by position.
+2. Unscored policies and a single token: `evict_mask` and `merge`, then the kept tokens and the
    arriving one are stored; `select` may restrict what is read; attention.
-   Otherwise: attention over stored and arriving tokens, masked with `expired` at every query
-   (scored policies see all of them), then `observe` if scored, `expired` at the newest token and
+   Otherwise: attention over stored and arriving tokens, masked with `evict_mask` at every query
+   (scored policies see all of them), then `observe` if scored, `evict_mask` at the newest token and
    `merge`, then the kept tokens are stored.
 
 After the last layer of a pass that ends prompts, `balance` may set the policy's tensors of all
-layers; `expired` and `merge` are then asked once more for each layer of these sequences, with
+layers; `evict_mask` and `merge` are then asked once more for each layer of these sequences, with
 `start` equal to `end`.
 
 How many tokens a pass may have is asked with `max_tokens` before it is planned.
@@ -28,19 +28,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+NEVER, EVERY, MARKED = "never", "every", "marked"  # tokens that a `WindowRule` evicts
+OLDEST, LEAST = "oldest", "least"  # tokens that a `BudgetRule` evicts
+COLUMN_SUMS, NEWEST_WEIGHTS = "column sums", "newest weights"  # scores of a `BudgetRule`
+
 
 class RequestSizes(NamedTuple):
-    """What a policy may know of a request before it runs.
+    """Sizes of a request, known before it runs.
 
     Attributes:
         prompt: Tokens of its prompt, those of earlier turns included.
         limit: Most tokens of the sequence, generated ones included.
-        seed: Of its random numbers.
+        seed: Seed of its random numbers.
     """
 
     prompt: int
@@ -78,7 +82,7 @@ class Sequences(NamedTuple):
 
     @property
     def ends_prompt(self) -> Tensor:
-        """Whether the pass computes the last token of the prompt, bool [b]."""
+        """Return whether the pass computes the last token of the prompt, bool [b]."""
         return (self.start < self.prompt) & (self.end >= self.prompt)
 
 
@@ -91,7 +95,7 @@ class Slots(NamedTuple):
         state: float32 [b, h, s, w], the policy's own numbers; 0 when a token arrives.
         key: [b, h, s, d] with RoPE applied; only for policies with `needs_content`.
         value: [b, h, s, d], likewise.
-        sequences: Whose tokens they are; None where kernels serve a policy that does not ask.
+        sequences: Sequences of the tokens; None where the cache does not know them.
     """
 
     layer: int
@@ -102,7 +106,7 @@ class Slots(NamedTuple):
     sequences: Sequences | None = None
 
 
-class Arrival(NamedTuple):
+class NewTokens(NamedTuple):
     """Tokens that enter one layer.
 
     Attributes:
@@ -118,11 +122,11 @@ class Arrival(NamedTuple):
     value: Tensor
     signal: Tensor | None
 
-    def of(self, sequences: slice) -> Arrival:
-        """Those of some sequences."""
+    def of(self, sequences: slice) -> NewTokens:
+        """Return the tokens of some sequences."""
         signal = None if self.signal is None else self.signal[sequences]
         position, key, value = (x[sequences] for x in (self.position, self.key, self.value))
-        return Arrival(position, key, value, signal)
+        return NewTokens(position, key, value, signal)
 
 
 class Projected(NamedTuple):
@@ -132,7 +136,7 @@ class Projected(NamedTuple):
         query: [b, n, h, r, d].
         key: [b, n, h, d].
         value: [b, n, h, d].
-        position: int64 [b, n], as in `Arrival`.
+        position: int64 [b, n], as in `NewTokens`.
     """
 
     query: Tensor
@@ -141,7 +145,7 @@ class Projected(NamedTuple):
     position: Tensor
 
 
-class Received(NamedTuple):
+class AttentionReceived(NamedTuple):
     """Attention that the slots received in a pass, at least float32; padding gives none.
 
     Attributes:
@@ -178,7 +182,7 @@ class Merge(NamedTuple):
     source_key: Tensor | None = None
 
 
-class Moved(NamedTuple):
+class PositionShift(NamedTuple):
     """Tokens whose keys are read as if they were at other positions.
 
     Attributes:
@@ -190,7 +194,114 @@ class Moved(NamedTuple):
     by: Tensor
 
 
-class CachePolicy(Protocol):
+class Limits(NamedTuple):
+    """Budgets of the sequences of a pass, as a `BudgetRule` needs them.
+
+    Attributes:
+        most: Integers [b]: for LEAST the tokens that a KV list keeps, for OLDEST the first tokens
+            that stay.
+        recent: Integers [b], newest tokens that stay in any case.
+    """
+
+    most: Tensor
+    recent: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRule:
+    """Evict tokens that leave a window of newest tokens.
+
+    The kernels decide in prompts as well. This rule and `MergeRule` also run on pages in FP8.
+
+    Attributes:
+        evicts: NEVER, EVERY token that leaves the window, or those MARKED by the model's decisions.
+        window: A query reads its own token and as many before it in any case.
+        shift: Distance from a token to the decision that marks it.
+    """
+
+    evicts: str
+    window: int = 0
+    shift: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRule:
+    """Merge a token into the entry of its predecessor where the key's borrowed channel says so.
+
+    An entry whose successor continues it is evicted when that one is stored. Prompts are merged by
+    the hook `accumulate`; its entries "key", "value" and "weights" hold the newest tokens.
+
+    Attributes:
+        tokens: Newest tokens that an entry averages.
+        shift: Distance from a token to the decision that merges it.
+        channel: Borrowed channel of query and key heads; -1 is the last one.
+        scale: Factor on the activation of the key, which decides.
+        offset: Subtracted from the scaled activation; a positive rest merges.
+        importance_offset: Added to the mean activation of the queries, whose sigmoid is the weight.
+        smallest: Added to the weight.
+        uniform: Whether all tokens have the weight 1 instead.
+    """
+
+    tokens: int
+    shift: int
+    channel: int
+    scale: float
+    offset: float
+    importance_offset: float
+    smallest: float
+    uniform: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetRule:
+    """Keep to the budget that the hook `limits` states.
+
+    In prompts, and after every `interval` generated tokens, the hooks `observe` and `evict_mask`
+    decide with torch operations. They may use key, value, state and recent queries, but no tensors
+    of KV lists. After any other generated token the kernels evict one token or none.
+
+    Attributes:
+        evicts: Token that the kernels evict when a KV list holds more than `limits` allows: NEVER
+            any, the OLDEST that is not protected, or the one with the LEAST score.
+        score: For LEAST: COLUMN_SUMS is the attention that a token has received since it was
+            stored, NEWEST_WEIGHTS the attention of the newest query. It is the policy's state,
+            one number.
+        reduce: How the query heads of a KV head make one score: "mean", "max" or "sum".
+        together: Whether the KV heads of a layer have one score, the mean of all query heads, and
+            evict the same positions.
+        streams: Whether prompt tokens beyond the budget are computed like generated ones.
+        interval: Generated tokens between two evictions by the hooks; None for none. Needs NEVER.
+    """
+
+    evicts: str
+    score: str | None = None
+    reduce: str = "mean"
+    together: bool = False
+    streams: bool = False
+    interval: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRule:
+    """Evict nothing; each query head reads the pages with the highest bound on its attention.
+
+    The hook `pages` states their number. Prompts read everything.
+
+    Attributes:
+        page: Tokens of a page, a multiple of the slots of a page of the cache.
+        dense_layers: Number of first layers that read everything.
+        last: Whether the page of the newest token is always read.
+    """
+
+    page: int
+    dense_layers: int = 0
+    last: bool = True
+
+
+KernelRule: TypeAlias = WindowRule | MergeRule | BudgetRule | PageRule
+
+
+class CachePolicy:
     """A compression method. Inherit from it to get default hooks that do nothing.
 
     Attributes:
@@ -204,7 +315,8 @@ class CachePolicy(Protocol):
         shareable: Whether the state after a token depends on the tokens up to it only, not on the
             request or on how a prompt is split into passes, so that other requests can start from
             it. A scored policy that evicts inside a prompt must state one token in `max_tokens`.
-        settles: Whether no token of a prompt is evicted later than `window` tokens after its end.
+        evicts_prompt_only: Whether no token of a prompt is evicted later than `window` tokens after
+            the end of the prompt.
     """
 
     state_width: int = 0
@@ -214,10 +326,41 @@ class CachePolicy(Protocol):
     state_tokens: int = 0
     window: int = 0
     shareable: bool = True
-    settles: bool = True
+    evicts_prompt_only: bool = True
+
+    def kernel_rule(self) -> KernelRule | str:
+        """Return what the decode kernels do for this policy, or why they cannot.
+
+        The reason completes a sentence that starts with the name of the class. A subclass inherits
+        the rule unless it overrides a hook below; it then declares a rule of its own.
+        """
+        return "declares no kernel rule"
+
+    def limits(self, sequences: Sequences) -> Limits:
+        """Return budgets, for a `BudgetRule` with OLDEST or LEAST.
+
+        Called while a decode step is captured: use torch operations that do not wait for the
+        device.
+        """
+        raise NotImplementedError
+
+    def pages(self, sequences: Sequences) -> Tensor:
+        """Return the number of pages that a query head reads, int64 [b], for a `PageRule`.
+
+        Called while a decode step is captured, as `limits`.
+        """
+        raise NotImplementedError
+
+    def most_tokens(self, longest: int) -> int:
+        """Return the most tokens that `limits` leaves of a sequence of `longest` tokens."""
+        return longest
+
+    def evicts_after(self, sequences: Sequences) -> Tensor:
+        """Return whether `evict_mask` may evict tokens after this pass, bool [b]."""
+        return torch.ones_like(sequences.end, dtype=torch.bool)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
-        """Most tokens of the next pass of a sequence of `computed` tokens; None for any number.
+        """Return the most tokens of the next pass of a sequence; None for any number.
 
         By default a scored policy takes parts of the prompt and then one token at a time, also
         where generated tokens are computed again.
@@ -229,31 +372,31 @@ class CachePolicy(Protocol):
     def accumulate(
         self, tokens: Projected, lists: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Keys and values [b, n, h, d], before RoPE, that are stored in place of the tokens' own.
+        """Return keys and values [b, n, h, d], before RoPE, to store in place of the tokens'.
 
         Called before anything else. `lists` are the policy's own tensors, as in `Sequences`, and
         may be replaced. None, the default, leaves the tokens as they are.
         """
         return None
 
-    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
-        """The state once the arrival, already among the slots, is known: [b, h, s, w]."""
+    def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
+        """Return the state of stored and arriving tokens: [b, h, s, w]."""
         return slots.state
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Tokens evicted for queries at the positions `at`, int64 [b, q]: bool [b, h, q, s].
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the tokens evicted for queries at positions `at` [b, q]: bool [b, h, q, s].
 
         Values of empty slots are unspecified.
         """
         b, h, s = slots.position.shape
         return torch.zeros(b, h, at.shape[1], s, dtype=torch.bool, device=at.device)
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
-        """The state after attention: [b, h, s, w]. For scored policies only."""
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
+        """Return the state after attention: [b, h, s, w]. For scored policies only."""
         return slots.state
 
     def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
-        """Where tokens that are about to be evicted (bool [b, h, s]) go; None for nowhere.
+        """Return where tokens that are about to be evicted (bool [b, h, s]) go; None for nowhere.
 
         For policies with `needs_content` only.
         """
@@ -268,15 +411,15 @@ class CachePolicy(Protocol):
         """
         return
 
-    def moved(self, slots: Slots, at: Tensor) -> Moved | None:
-        """Tokens that queries at the positions `at`, int64 [b, q], read at other positions.
+    def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
+        """Return the tokens that queries at positions `at` [b, q] read at other positions.
 
         For policies that are not scored. None for no tokens.
         """
         return None
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """What each query [b, h, r, d] reads while decoding: bool [b, h, r, s] or None for all."""
+        """Return what queries [b, h, r, d] read in decoding: bool [b, h, r, s]; None for all."""
         return None
 
 

@@ -24,7 +24,7 @@ class BudgetOptions:
         budget: Tokens of each KV list.
         cr: Compression ratio instead: tokens of the request over the budget, rounded down, at
             least 1 (A-BUD1).
-        budget_mode: What `cr` divides: `total`, prompt and most new tokens (DMS paper, appendix
+        budget_mode: Dividend of `cr`: `total`, prompt and most new tokens (DMS paper, appendix
             F.1); `input`, the prompt; `growing`, the prompt and the tokens generated so far (DMC
             paper).
     """
@@ -34,21 +34,21 @@ class BudgetOptions:
     budget_mode: Annotated[str, OneOf(TOTAL, INPUT, GROWING)] = TOTAL
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for no budget or for two."""
+        """Yield a line for no budget or for two."""
         if (self.budget is None) == (self.cr is None):
             yield "needs a budget: give budget (tokens) or cr (compression ratio), one of them"
 
     def tokens(self, sequences: Sequences) -> Tensor:
-        """The budget of each sequence, int64 [b]."""
+        """Return the budget of each sequence, int64 [b]."""
         return self.whole_tokens(self.exact(sequences))
 
     @staticmethod
     def whole_tokens(exact: Tensor) -> Tensor:
-        """Rounded down, at least 1."""
+        """Round down, to at least 1."""
         return (exact + _ROUNDING).long().clamp(min=1)
 
     def exact(self, sequences: Sequences) -> Tensor:
-        """The budget of each sequence before it is rounded, float64 [b]."""
+        """Return the budget of each sequence before it is rounded, float64 [b]."""
         if self.budget is not None:
             return torch.full_like(sequences.end, self.budget, dtype=torch.float64)
         assert self.cr is not None
@@ -60,7 +60,7 @@ class BudgetOptions:
         return whole.double() / self.cr
 
     def first_tokens(self, request: RequestSizes) -> int:
-        """The budget of a request until its prompt ends."""
+        """Return the budget of a request until its prompt ends."""
         if self.budget is not None:
             return self.budget
         assert self.cr is not None
@@ -68,7 +68,7 @@ class BudgetOptions:
         return max(1, int(whole / self.cr + _ROUNDING))
 
     def most_tokens(self, longest: int) -> int:
-        """Most tokens of any budget, of sequences of at most `longest` tokens."""
+        """Return the most tokens of any budget, of sequences of at most `longest` tokens."""
         if self.budget is not None:
             return min(self.budget, longest)
         assert self.cr is not None
@@ -76,5 +76,5 @@ class BudgetOptions:
 
     @property
     def fixed(self) -> bool:
-        """Whether it is the same for every request, and at any time."""
+        """Return whether the budget is the same for every request at any time."""
         return self.budget is not None

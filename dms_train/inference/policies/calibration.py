@@ -21,7 +21,7 @@ _ROUNDING = 1e-6  # of sums of probabilities
 
 
 def top_p(logits: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The fewest largest probabilities whose sum reaches p.
+    """Return the fewest largest probabilities whose sum reaches p.
 
     Args:
         logits: [..., m, s]; of equal ones the first comes first.
@@ -40,7 +40,7 @@ def top_p(logits: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def temperature(logits: Tensor, shifted: Tensor, real: Tensor, *, p: float, solver: str) -> Tensor:
-    """The temperature that calibrates scores, [..., 1, 1].
+    """Return the temperature that calibrates scores, [..., 1, 1].
 
     Args:
         logits: [..., m, s], of the attention.
@@ -59,7 +59,7 @@ def temperature(logits: Tensor, shifted: Tensor, real: Tensor, *, p: float, solv
 
 
 def _by_halving(ranked: Tensor, top: Tensor, mass: Tensor, real: Tensor) -> Tensor:
-    """The mass of the top falls with the temperature."""
+    """Solve by halving: the mass of the top falls with the temperature."""
     low = torch.full_like(mass[..., :1, :], _LOWEST)
     high = torch.full_like(low, _HIGHEST)
     for _ in range(_HALVINGS):
@@ -71,7 +71,7 @@ def _by_halving(ranked: Tensor, top: Tensor, mass: Tensor, real: Tensor) -> Tens
 
 
 def _by_adam(ranked: Tensor, top: Tensor, mass: Tensor, real: Tensor) -> Tensor:
-    """Adam with the derivative of the softmax in closed form; lists that are close stop."""
+    """Solve with Adam and the softmax's derivative in closed form; lists that are close stop."""
     tau = torch.full_like(mass[..., :1, :], _START)
     first, second = torch.zeros_like(tau), torch.zeros_like(tau)
     rows = (real * torch.ones_like(mass)).sum(-2, keepdim=True).clamp(min=1)

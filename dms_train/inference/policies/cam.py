@@ -1,4 +1,4 @@
-"""CaM: H2O in which evicted values are added to the tokens behind them (Zhang et al., 2024).
+"""CaM: H2O in which evicted values are added to the tokens after them (Zhang et al., 2024).
 
 "CaM: Cache Merging for Memory-efficient LLMs Inference", ICML 2024, with the mean of equation 14,
 as kvpress 0.5.5 has it; KVCache-Factory takes the maximum (A-CAM1). Keys stay as they are.
@@ -75,7 +75,7 @@ class CaMPolicy(H2OPolicy):
         )
 
     def _draws(self, slots: Slots, b: Tensor, h: Tensor, place: Tensor) -> Tensor:
-        """A number of each evicted token: of its request, layer, KV head and position."""
+        """Draw a number for each evicted token from its request, layer, KV head and position."""
         assert slots.sequences is not None
         key = mix(slots.sequences.seed[b] * GOLDEN + slots.layer + 1)
         key = mix(mix(key + h * GOLDEN) + slots.position[b, h, place] * GOLDEN)

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.policies.base import (
+    AttentionReceived,
     CachePolicy,
     Merge,
     PolicyKind,
-    Received,
     Sequences,
     Slots,
 )
@@ -74,7 +74,7 @@ class _Pairs(NamedTuple):
 
     Attributes:
         place: int64 [b, h, E], their slots.
-        real: bool [b, h, E], False behind the last one.
+        real: bool [b, h, E], False after the last one.
         similarity: [b, h, E], the largest cosine to a kept key.
         nearest: int64 [b, h, E], the slot of that key.
     """
@@ -92,7 +92,7 @@ class D2OPolicy(CachePolicy):
     scored = True
     needs_content = True
     shareable = False
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: D2OOptions) -> None:
         self._options, compat = options, options.reference_compat
@@ -100,7 +100,7 @@ class D2OPolicy(CachePolicy):
         self._beta = _chosen(options.beta, 0.5 if compat else 0.7)
         self._norm = options.variance_norm or (HEAD_RANGE if compat else BY_LENGTH)
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Add what the pass gave; at the end of a prompt, note the variance."""
         sequences = slots.sequences
         assert sequences is not None
@@ -119,8 +119,8 @@ class D2OPolicy(CachePolicy):
         for known, own in zip(lists, share, strict=True):
             known[_SHARE] = own
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Behind a prompt, the least attended of the tokens that are neither first nor recent."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return, after a prompt, the least attended tokens that are neither first nor recent."""
         sequences = slots.sequences
         assert sequences is not None
         waits = sequences.start < sequences.prompt
@@ -137,7 +137,7 @@ class D2OPolicy(CachePolicy):
         return (evicted & ~waits[:, None, None])[:, :, None]
 
     def _sizes(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Tokens that a layer keeps, and how many of them are recent, int64 [b] each."""
+        """Return the tokens that a layer keeps, and how many of them are recent, int64 [b] each."""
         share = sequences.lists[_SHARE][:, 0, 0]
         if not self._options.reference_compat:
             budget = self._options.whole_tokens(self._options.exact(sequences) * share)
@@ -168,7 +168,7 @@ class D2OPolicy(CachePolicy):
         return Merge(source, target, weight, weight, scale, scale)
 
     def _accepted(self, slots: Slots, pairs: _Pairs) -> Tensor:
-        """Which evicted tokens are similar enough, bool [b, h, E]; brings the threshold up to date.
+        """Return which evicted tokens are similar enough, bool [b, h, E]; update the threshold.
 
         The threshold belongs to a KV list, with `reference_compat` to a layer.
         """
@@ -191,7 +191,7 @@ class D2OPolicy(CachePolicy):
 
 
 def attention_variance(received: Tensor, position: Tensor, norm: str) -> Tensor:
-    """F of one layer: how unevenly tokens have received attention, [b].
+    """Return F of one layer: how unevenly tokens have received attention, [b].
 
     The variance is over the tokens that a KV head holds, of the mean over the KV heads, where a
     head without a token gives 0; with `head_minmax` it is the mean of the heads' own ones.
@@ -224,7 +224,7 @@ def attention_variance(received: Tensor, position: Tensor, norm: str) -> Tensor:
 
 
 def layer_shares(variance: Tensor, *, allocation: str, decay: float) -> Tensor:
-    """Each layer's budget over the mean budget, [layers, ...], from F of the layers likewise."""
+    """Return each layer's budget over the mean budget, [layers, ...], from F of the layers."""
     layers = len(variance)
     if allocation == UNIFORM:
         return torch.ones_like(variance)
@@ -235,7 +235,7 @@ def layer_shares(variance: Tensor, *, allocation: str, decay: float) -> Tensor:
 
 
 def _pairs(slots: Slots, evicted: Tensor) -> _Pairs:
-    """The evicted tokens and the kept ones with the most similar keys.
+    """Return the evicted tokens and the kept ones with the most similar keys.
 
     Takes time for E * s cosines of each KV list.
     """
@@ -259,7 +259,7 @@ def _pairs(slots: Slots, evicted: Tensor) -> _Pairs:
 
 
 def _mean(x: Tensor, real: Tensor, dim: int) -> Tensor:
-    """The mean of what is real along a dimension; 0 where nothing is."""
+    """Return the mean of what is real along a dimension; 0 where nothing is."""
     return (x * real).sum(dim) / real.sum(dim).clamp(min=1)
 
 

@@ -10,9 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import NoOptions, PolicyKind, Projected
+from dms_train.inference.policies.base import (
+    KernelRule,
+    MergeRule,
+    NoOptions,
+    PolicyKind,
+    Projected,
+)
 from dms_train.inference.policies.dms import DMSPolicy
-from dms_train.method.dmc.attention import DMCLayer, weights
+from dms_train.method.dmc.attention import SMALLEST_WEIGHT, DMCLayer, weights
 from dms_train.method.dmc.merge import merge
 from dms_train.method.dmc.spec import DMCSpec
 
@@ -21,7 +27,7 @@ class DMCPolicy(DMSPolicy):
     """The state of token j is evicted for later queries if decision j + 1 continues it.
 
     Args:
-        spec: What the model was trained with.
+        spec: Spec of the model's training.
 
     Attributes:
         spec: As given.
@@ -31,8 +37,24 @@ class DMCPolicy(DMSPolicy):
         super().__init__(spec.window, spec.governing_shift)
         self.spec, self._layer = spec, DMCLayer(spec)
 
+    def kernel_rule(self) -> KernelRule | str:
+        """Merge tokens where the model decides so."""
+        spec = self.spec
+        if spec.heads != "separate" or spec.merge_window < 2:
+            return f"merges with heads={spec.heads} merge_window={spec.merge_window}"
+        return MergeRule(
+            tokens=spec.merge_window,
+            shift=self.shift,
+            channel=spec.channel,
+            scale=spec.alpha_scale,
+            offset=spec.alpha_offset,
+            importance_offset=spec.importance_offset,
+            smallest=SMALLEST_WEIGHT,
+            uniform=spec.importance == "uniform",
+        )
+
     def accumulate(self, tokens: Projected, lists: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Merged keys and values; the ring moves on.
+        """Merge keys and values, and move the ring on.
 
         `lists` holds key and value of the ring, [b, h, width - 1, d], and alpha and weight,
         [b, h, width - 1, 2]; the newest token last, and a weight of 0 where there is none.
@@ -61,7 +83,7 @@ class DMCPolicy(DMSPolicy):
         return stored_key, stored_value
 
     def _weighed(self, tokens: Projected) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of the arriving tokens, and what merges them, by KV list."""
+        """Return the keys and values of the arriving tokens, and what merges them, by KV list."""
         _, weighing = self._layer.activations(tokens.query, tokens.key)
         weight = weights(weighing, self.spec)
         alpha = self._layer.hard(tokens.query, tokens.key) & (tokens.position > 0)[..., None]

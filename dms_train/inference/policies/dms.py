@@ -8,7 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, CachePolicy, NoOptions, PolicyKind, Slots
+from dms_train.inference.policies.base import (
+    MARKED,
+    CachePolicy,
+    KernelRule,
+    NewTokens,
+    NoOptions,
+    PolicyKind,
+    Slots,
+    WindowRule,
+)
 
 
 class DMSPolicy(CachePolicy):
@@ -25,7 +34,11 @@ class DMSPolicy(CachePolicy):
         self.window = window
         self.shift = shift
 
-    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict marked tokens that leave the window."""
+        return WindowRule(evicts=MARKED, window=self.window, shift=self.shift)
+
+    def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """Mark the tokens whose decision arrives. signal: bool [b, h, n].
 
         Padding between two arriving tokens decides as a masked token would; other padding does
@@ -44,8 +57,8 @@ class DMSPolicy(CachePolicy):
         )
         return torch.where(governed, decision, slots.state[..., 0]).unsqueeze(-1)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is outside the window of the query and marked."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return whether a token is outside the window of the query and marked."""
         late = at[:, None, :, None] - slots.position[:, :, None, :] > self.window
         return late & (slots.state[..., 0] > 0)[:, :, None, :]
 

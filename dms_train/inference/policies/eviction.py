@@ -1,4 +1,4 @@
-"""Which slots a budget leaves: the ones of the highest scores.
+"""Eviction to a budget: the highest scores stay.
 
 Shape letters: b sequences, h KV heads, s slots.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def beyond_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
-    """The tokens that a budget does not leave, bool [b, h, s].
+    """Return the tokens that a budget does not leave, bool [b, h, s].
 
     The highest scores stay; of equal ones, the lower position. Empty slots are not counted.
 
@@ -31,7 +31,7 @@ def beyond_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
 
 
 def beyond_shared_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
-    """`beyond_budget` where the KV heads of a layer have their budgets, int64 [b], together.
+    """Do as `beyond_budget` where the KV heads of a layer share their budgets, int64 [b].
 
     Of equal scores the lower position stays, and of equal positions the lower head.
     """
@@ -43,7 +43,7 @@ def beyond_shared_budget(score: Tensor, position: Tensor, budget: Tensor) -> Ten
 
 
 def newest(position: Tensor, end: Tensor, count: Tensor | int) -> Tensor:
-    """The last `count` tokens of each sequence, bool [b, h, s].
+    """Return the last `count` tokens of each sequence, bool [b, h, s].
 
     Args:
         position: int64 [b, h, s].

@@ -12,14 +12,25 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
+from dms_train.inference.policies.attention_scores import reduced
+from dms_train.inference.policies.base import (
+    COLUMN_SUMS,
+    LEAST,
+    AttentionReceived,
+    BudgetRule,
+    KernelRule,
+    Limits,
+    PolicyKind,
+    Sequences,
+    Slots,
+)
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
 from dms_train.inference.policies.eviction import beyond_budget, newest
-from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy, reduced
 from dms_train.limits import OneOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class H2OOptions(ScoredOptions):
+class H2OOptions(EveryStepOptions):
     """Options of `h2o`.
 
     Attributes:
@@ -29,31 +40,33 @@ class H2OOptions(ScoredOptions):
     group_reduce: Annotated[str, OneOf("mean", "max", "sum")] = "mean"
 
 
-class H2OPolicy(ScoredPolicy):
-    """State: the attention received so far.
-
-    Attributes:
-        reduce: As in the options.
-    """
+class H2OPolicy(EveryStepPolicy):
+    """State: the attention received so far."""
 
     state_width = 1
 
     def __init__(self, options: H2OOptions) -> None:
         super().__init__(options)
-        self.reduce = options.group_reduce
+        self._reduce = options.group_reduce
 
-    def limits(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Tokens that stay now, and how many of them are the newest ones, int64 [b] each."""
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict the token with the lowest sum of attention received."""
+        return BudgetRule(
+            evicts=LEAST, score=COLUMN_SUMS, reduce=self._reduce, streams=self.streams
+        )
+
+    def limits(self, sequences: Sequences) -> Limits:
+        """Return the budget, half of which is for the newest tokens."""
         budget = self.budget(sequences)
-        return budget, budget - budget // 2
+        return Limits(budget, budget - budget // 2)
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Add what the pass gave."""
-        total = reduced(received.total, self.reduce)
+        total = reduced(received.total, self._reduce)
         return slots.state + total[..., None].to(slots.state)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """The least of the tokens that are not recent."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the least of the tokens that are not recent."""
         assert slots.sequences is not None
         budget, count = self.limits(slots.sequences)
         recent = newest(slots.position, slots.sequences.end, count)

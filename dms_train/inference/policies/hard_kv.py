@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import window_logits
 from dms_train.inference.policies.base import (
+    AttentionReceived,
     CachePolicy,
     Merge,
     PolicyKind,
-    Received,
     Sequences,
     Slots,
 )
@@ -30,8 +31,6 @@ from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.calibration import BINARY, GRADIENT, temperature, top_p
 from dms_train.inference.policies.eviction import beyond_budget, beyond_shared_budget, newest
 from dms_train.inference.policies.r_kv import combined, redundancy
-from dms_train.inference.policies.scored import due
-from dms_train.inference.policies.snapkv import window_logits
 from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
 
 VANILLA, SNAPKV, R_KV = "vanilla", "snapkv", "r_kv"
@@ -47,20 +46,20 @@ class HardKVOptions(BudgetOptions):
 
     Attributes:
         upper: B2 over B1: as often the budget may be held (A-HARD1).
-        base: Whose scores are calibrated: `vanilla`, the attention; `snapkv`, its maximum over
+        base: Scores that are calibrated: `vanilla`, the attention; `snapkv`, its maximum over
             neighbours; `r_kv`, minus redundancy.
         p: Attention that the tokens a query names must have.
         window: Last queries that vote; their tokens are always read.
         sinks: First tokens that are always read.
         interval: Generated tokens between two selections.
-        layout: What the KV heads of a layer may have for themselves (appendix B.2): `ha`, tokens
-            and their number; `hs`, tokens, of which the heads hold their budgets together; `la`,
-            nothing, where layers differ in number; `ls`, nothing, and as many as the budget.
-        solver: Of the temperature: `gradient` or `binary`. Solved at a request's first selection.
+        layout: Freedom of the KV heads of a layer (appendix B.2): `ha`, tokens and their
+            number; `hs`, tokens, of which the heads hold their budgets together; `la`, nothing,
+            where layers differ in number; `ls`, nothing, and as many as the budget.
+        solver: `gradient` or `binary`; the temperature is solved at a request's first selection.
         kernel: Neighbouring tokens of `snapkv`, an odd number.
         importance: Weight of the attention in `r_kv`.
         threshold: Cosine from which two keys repeat each other in `r_kv`.
-        merge: What happens to tokens that leave: `none`; `fixed_budget`, each of the weakest is
+        merge: Treatment of tokens that leave: `none`; `fixed_budget`, each of the weakest is
             merged into one of the strongest that stay; `multi_to_one`, all into the strongest.
     """
 
@@ -78,7 +77,7 @@ class HardKVOptions(BudgetOptions):
     merge: Annotated[str, OneOf(NOTHING, FIXED_BUDGET, MULTI_TO_ONE)] = NOTHING
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for an even kernel, besides those of the budget."""
+        """Yield a line for an even kernel, besides those of the budget."""
         yield from BudgetOptions.check(self, path)
         if self.kernel % 2 == 0:
             yield f"kernel={self.kernel}: use an odd number"
@@ -91,17 +90,17 @@ class HardKVPolicy(CachePolicy):
     scored = True
     needs_content = True
     shareable = False
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: HardKVOptions) -> None:
         self._options = options
         self.recent_queries = options.window
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
-        """Where a selection is due and the budget is reached, count the votes."""
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
+        """Count the votes where a selection is due and the budget is reached."""
         sequences = slots.sequences
         assert sequences is not None
-        selects = due(sequences, self._options.interval)[:, None]
+        selects = _due(sequences, self._options.interval)[:, None]
         selects = selects & (self._held(slots) >= self._options.tokens(sequences)[:, None])
         if not bool(selects.any()):
             return slots.state
@@ -114,14 +113,14 @@ class HardKVPolicy(CachePolicy):
         fresh = torch.stack([hidden.to(votes), votes, attention], -1).to(slots.state)
         return torch.where(selects[..., None, None], fresh, slots.state)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Where more than the upper budget would be held, tokens without votes or the least."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return tokens without votes, or with the least, where the upper budget is exceeded."""
         sequences = slots.sequences
         assert sequences is not None
         budget = self._options.tokens(sequences)
         most = (self._options.exact(sequences) * self._options.upper).long()
         count = self._held(slots)
-        full = due(sequences, self._options.interval)[:, None] & (count >= budget[:, None])
+        full = _due(sequences, self._options.interval)[:, None] & (count >= budget[:, None])
         full = full & (count + self._options.interval > most[:, None])
         if self._options.layout in (HEAD_SETS, LAYER_SETS):
             evicted = slots.state[..., _HIDDEN] > 0
@@ -133,7 +132,7 @@ class HardKVPolicy(CachePolicy):
         return (evicted & full[..., None])[:, :, None]
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """What is not hidden; everything inside a prompt."""
+        """Return what is not hidden; everything inside a prompt."""
         sequences = slots.sequences
         assert sequences is not None
         prompt = (sequences.start < sequences.prompt)[:, None, None]
@@ -141,19 +140,19 @@ class HardKVPolicy(CachePolicy):
         return read[:, :, None].expand(-1, -1, query.shape[2], -1)
 
     def _held(self, slots: Slots) -> Tensor:
-        """Tokens of every KV list, [b, h]; their mean over the heads where these share budgets."""
+        """Return the tokens of every KV list, [b, h]; their mean where heads share budgets."""
         count = (slots.position >= 0).sum(-1)
         if self._options.layout == HEAD_SETS:
             count = count.double().mean(1, keepdim=True).expand_as(count)
         return count
 
     def _beyond(self, score: Tensor, slots: Slots, sequences: Sequences) -> Tensor:
-        """What the budget of a list, or that of the heads together, does not leave, [b, h, s]."""
+        """Return what the budget of a KV list, or of the heads together, excludes, [b, h, s]."""
         leaves = beyond_shared_budget if self._options.layout == HEAD_SETS else beyond_budget
         return leaves(score, slots.position, self._options.tokens(sequences))
 
     def _forced(self, slots: Slots, sequences: Sequences) -> Tensor:
-        """The first and the newest tokens, within the budget, bool [b, h, s]."""
+        """Return the first and the newest tokens, within the budget, bool [b, h, s]."""
         budget = self._options.tokens(sequences)
         sinks = (budget - 1).clamp(max=self._options.sinks)
         window = (budget - sinks).clamp(max=self._options.window)
@@ -163,7 +162,7 @@ class HardKVPolicy(CachePolicy):
     def _votes(
         self, slots: Slots, sequences: Sequences, free: Tensor, selects: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """How many queries name each token, and the mean attention, [b, h, s] each.
+        """Return how many queries name each token, and the mean attention, [b, h, s] each.
 
         Only the tokens in `free`, bool [b, h, s], are candidates. Temperatures that are not known
         are solved for the lists that select, bool [b, h].
@@ -186,7 +185,7 @@ class HardKVPolicy(CachePolicy):
         return back.scatter(-1, order, votes), back.scatter(-1, order, attention)
 
     def _shifted(self, slots: Slots, logits: Tensor, order: Tensor, outside: Tensor) -> Tensor:
-        """Logits [b, h, m, s] of the scores, for tokens in the order of their positions."""
+        """Return the logits [b, h, m, s] of the scores, for tokens in order."""
         o = self._options
         if o.base == VANILLA:
             return logits
@@ -203,7 +202,7 @@ class HardKVPolicy(CachePolicy):
     def _temperature(
         self, sequences: Sequences, logits: Tensor, shifted: Tensor, real: Tensor, selects: Tensor
     ) -> Tensor:
-        """Of each KV list, [b, h, 1, 1]; kept from the first selection on."""
+        """Return the temperature of each KV list, [b, h, 1, 1], fixed at its first selection."""
         known = sequences.lists.get(_TEMPERATURE)
         if known is None:
             known = logits.new_zeros(*logits.shape[:2], 1)
@@ -213,8 +212,14 @@ class HardKVPolicy(CachePolicy):
         return known.masked_fill(known == 0, 1)[..., None]
 
 
+def _due(sequences: Sequences, interval: int) -> Tensor:
+    """Return whether a pass ends a prompt or `interval` more generated tokens, bool [b]."""
+    generated = sequences.end - sequences.prompt
+    return sequences.ends_prompt | ((generated > 0) & (generated % interval == 0))
+
+
 class MergingHardKVPolicy(HardKVPolicy):
-    """Merges tokens that leave, with weights that keep the LSE of their attention (appendix G).
+    """Merge tokens that leave, with weights that keep the LSE of their attention (appendix G).
 
     The weights are shares of the mean attention, as in the authors' code.
     """
@@ -245,7 +250,7 @@ class MergingHardKVPolicy(HardKVPolicy):
 
 
 def _ranked(attention: Tensor, position: Tensor, among: Tensor, *, strongest: bool) -> Tensor:
-    """Slots in the order of their attention, those `among` first, of equal ones the first token."""
+    """Order slots by their attention, those `among` first, of equal ones the first token."""
     order = position.argsort(-1)
     score = attention if strongest else -attention
     score = score.masked_fill(~among, -torch.inf).gather(-1, order)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dms_train.inference.policies.base import CachePolicy, NoOptions, PolicyKind
+from dms_train.inference.policies.base import (
+    NEVER,
+    CachePolicy,
+    KernelRule,
+    NoOptions,
+    PolicyKind,
+    WindowRule,
+)
 
 
 class KeepAllPolicy(CachePolicy):
-    """Keeps every token."""
+    """Keep every token."""
+
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict nothing."""
+        return WindowRule(evicts=NEVER)
 
 
 POLICY = PolicyKind(NoOptions, lambda options, spec: KeepAllPolicy())

@@ -5,25 +5,19 @@ Evicts at the end of a prompt, as KnormPress of kvpress 0.5.5 does.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
-from dms_train.inference.policies.budget import BudgetOptions
-from dms_train.inference.policies.scored import PromptEndPolicy
+from dms_train.inference.policies.base import PolicyKind
+from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 
 
-class KnormPolicy(PromptEndPolicy):
-    """The score is minus the norm of the key."""
+class KnormPolicy(ScorePolicy):
+    """Score a token by minus the norm of its key, which RoPE does not change."""
 
-    def __init__(self, options: BudgetOptions) -> None:
-        self._options = options
-
-    def scores(self, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Minus the norms of the keys, which RoPE does not change."""
-        assert slots.key is not None
-        key = slots.key.to(torch.promote_types(slots.key.dtype, torch.float32))
-        return -key.norm(dim=-1), self._options.tokens(sequences)
+    def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
+        """Return minus the norms of the keys."""
+        norms: Tensor = keys.norm(dim=-1)
+        return -norms
 
 
-POLICY = PolicyKind(BudgetOptions, lambda options, spec: KnormPolicy(options))
+POLICY = PolicyKind(ScoreOptions, lambda options, spec: KnormPolicy(options))

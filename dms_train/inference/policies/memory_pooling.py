@@ -33,7 +33,7 @@ class MemoryPoolingOptions:
     cr: Annotated[float | None, AtLeast(1), Below(2**31)] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for no ratio, or for one that is not a whole number."""
+        """Yield a line for no ratio, or for one that is not a whole number."""
         if self.cr is None:
             yield "needs cr, the tokens of a cache entry"
         elif self.cr != int(self.cr):
@@ -44,17 +44,17 @@ class MemoryPoolingPolicy(CachePolicy):
     """An entry has the position of its newest token, so that it needs no state."""
 
     needs_content = True
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: MemoryPoolingOptions) -> None:
         self._size = int(options.cr or 1)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """One."""
+        """Return 1."""
         return 1
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Tokens that a later one of their entry takes in."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the tokens that a later one of their entry takes in."""
         position = slots.position[:, :, None, :]
         return (position < at[:, None, :, None]) & ((position + 1) % self._size != 0)
 

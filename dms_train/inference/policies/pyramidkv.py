@@ -12,8 +12,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import AVERAGE, MAXIMUM
 from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
-from dms_train.inference.policies.snapkv import AVERAGE, MAXIMUM, SnapKVOptions, SnapKVPolicy
+from dms_train.inference.policies.snapkv import SnapKVOptions, SnapKVPolicy
 from dms_train.limits import AtLeast, Below, OneOf
 
 
@@ -22,7 +23,7 @@ class PyramidKVOptions(SnapKVOptions):
     """Options of `pyramidkv`.
 
     Attributes:
-        beta: What the budget without the window is divided by for the smallest layer.
+        beta: Divisor of the budget without the window for the smallest layer.
     """
 
     window: Annotated[int, AtLeast(1), Below(2**16)] = 64
@@ -32,19 +33,17 @@ class PyramidKVOptions(SnapKVOptions):
 
 
 class PyramidKVPolicy(SnapKVPolicy):
-    """Keeps fewer tokens in each following layer."""
+    """Keep fewer tokens in each following layer."""
 
-    def __init__(self, options: PyramidKVOptions) -> None:
-        super().__init__(options)
-        self._window, self._beta = options.window, options.beta
+    options: PyramidKVOptions
 
     def kept(self, slots: Slots, sequences: Sequences) -> Tensor:
-        """The layer's budget and the window."""
+        """Return the layer's budget and the window, int64 [b]."""
         return layer_budget(
             super().kept(slots, sequences),
             sequences.end,
-            window=self._window,
-            beta=self._beta,
+            window=self.protected,
+            beta=self.options.beta,
             layer=slots.layer,
             layers=sequences.layers,
         )
@@ -53,7 +52,7 @@ class PyramidKVPolicy(SnapKVPolicy):
 def layer_budget(
     budget: Tensor, tokens: Tensor, *, window: int, beta: int, layer: int, layers: int
 ) -> Tensor:
-    """Tokens that a layer keeps of each sequence, its window included, int64 [b].
+    """Return the tokens that a layer keeps of each sequence, its window included, int64 [b].
 
     Args:
         budget: int64 [b], mean over the layers.

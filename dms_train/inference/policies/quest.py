@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.policies.base import (
-    Arrival,
     CachePolicy,
+    KernelRule,
+    NewTokens,
+    PageRule,
     PolicyKind,
     RequestSizes,
     Sequences,
@@ -54,9 +56,7 @@ class QuestPolicy(CachePolicy):
     """State of a KV list: the lowest and the highest keys of its pages, [b, h, pages, d] each.
 
     Attributes:
-        page: Tokens of a page.
-        dense_layers: As in the options.
-        include_last_page: Likewise.
+        page: Number of tokens of a page.
     """
 
     shareable = False  # a prompt reads all tokens, generated text does not
@@ -65,23 +65,27 @@ class QuestPolicy(CachePolicy):
         self._options = options
         self.page = options.page or max(16, round(2 * (options.cr or 0)))
         self.state_tokens = self.page
-        self.dense_layers, self.include_last_page = options.dense_layers, options.include_last_page
+
+    def kernel_rule(self) -> KernelRule | str:
+        """Read the pages with the highest bounds."""
+        o = self._options
+        return PageRule(page=self.page, dense_layers=o.dense_layers, last=o.include_last_page)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """Parts of a prompt, then one token at a time, also where they are computed again."""
+        """Return parts of a prompt, then one token at a time, also in recomputation."""
         return max(1, request.prompt - computed)
 
     def pages(self, sequences: Sequences) -> Tensor:
-        """Pages that a query head reads now, int64 [b]."""
+        """Return how many pages a query head reads now, int64 [b]."""
         count = self._options.tokens(sequences) // self.page
         return count.clamp(min=self._options.min_pages)
 
-    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+    def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """Bring the bounds of the pages up to date."""
         sequences = slots.sequences
         assert sequences is not None
         pages = -(-int(sequences.end.max()) // self.page)
-        if pages > 0 and slots.layer >= self.dense_layers:
+        if pages > 0 and slots.layer >= self._options.dense_layers:
             first = torch.arange(pages, device=arrival.key.device) * self.page
             fresh = (first >= sequences.start[:, None])[:, None, :, None]
             for name, reduce, limit in (
@@ -95,14 +99,14 @@ class QuestPolicy(CachePolicy):
         return slots.state
 
     def _bounds(self, sequences: Sequences, name: str, key: Tensor, pages: int) -> Tensor:
-        """What is known of the pages, [b, h, pages, d]."""
+        """Return what is known of the pages, [b, h, pages, d]."""
         known = sequences.lists.get(name)
         if known is None:
             known = key.new_zeros(*key.shape[:2], 0, key.shape[3])
         return F.pad(known, (0, 0, 0, max(0, pages - known.shape[2])))[:, :, :pages]
 
-    def _extended(self, bounds: Tensor, arrival: Arrival, reduce: str, limit: float) -> Tensor:
-        """Bounds that hold for the arriving keys as well; 0 for pages without tokens."""
+    def _extended(self, bounds: Tensor, arrival: NewTokens, reduce: str, limit: float) -> Tensor:
+        """Return the bounds that hold for the arriving keys as well; 0 for pages without tokens."""
         real = (arrival.position >= 0)[:, None, :, None]
         key = arrival.key.masked_fill(~real, limit)
         page = (arrival.position.clamp(min=0) // self.page)[:, None, :, None].expand_as(key)
@@ -110,10 +114,10 @@ class QuestPolicy(CachePolicy):
         return found.masked_fill(found.isinf(), 0)
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """The slots in the best pages of each query head."""
+        """Return the slots in the best pages of each query head."""
         sequences = slots.sequences
         assert sequences is not None
-        if slots.layer < self.dense_layers:
+        if slots.layer < self._options.dense_layers:
             return None
         wide = torch.promote_types(query.dtype, torch.float32)
         bounds = (sequences.lists[name][:, :, None] for name in (_LOWEST, _HIGHEST))
@@ -123,7 +127,7 @@ class QuestPolicy(CachePolicy):
         page = torch.arange(bound.shape[-1], device=bound.device)
         last = ((sequences.end - 1) // self.page)[:, None, None, None]
         bound = bound.masked_fill(page > last, -torch.inf)
-        if self.include_last_page:
+        if self._options.include_last_page:
             bound = bound.masked_fill(page == last, torch.inf)
         count = self.pages(sequences)
         order = bound.argsort(dim=-1, descending=True, stable=True)

@@ -16,18 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.policies.base import CachePolicy, PolicyKind, Sequences, Slots
-from dms_train.inference.policies.budget import BudgetOptions
-from dms_train.inference.policies.eviction import beyond_budget, newest
-from dms_train.inference.policies.scored import due
-from dms_train.inference.policies.snapkv import MAXIMUM, smoothed, window_logits
+from dms_train.inference.policies.attention_scores import MAXIMUM, smoothed, window_logits
+from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
+from dms_train.inference.policies.eviction import newest
+from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below, Share
 
 _ROWS = 1024  # cosines of so many keys at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RKVOptions(BudgetOptions):
+class RKVOptions(ScoreOptions):
     """Options of `r_kv`.
 
     Attributes:
@@ -36,7 +35,6 @@ class RKVOptions(BudgetOptions):
         importance: Weight of the attention; that of the redundancy is 1 minus it. The paper has
             0.1, the authors' code 0.07 (A-RKV1).
         threshold: Cosine from which two keys repeat each other.
-        interval: Generated tokens between two evictions.
         fix_empty_rows: Leave keys that repeat no other one as they are. The authors' code drops
             their cosine to the first token instead (A-RKV2).
     """
@@ -45,44 +43,28 @@ class RKVOptions(BudgetOptions):
     kernel: Annotated[int, AtLeast(1)] = 7
     importance: Annotated[float, Share()] = 0.07
     threshold: Annotated[float, Share()] = 0.5
-    interval: Annotated[int, AtLeast(1), Below(2**31)] = 128
+    interval: Annotated[int | None, AtLeast(1), Below(2**31)] = 128
     fix_empty_rows: bool = False
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for an even kernel, besides those of the budget."""
-        yield from BudgetOptions.check(self, path)
+        """Yield a line for an even kernel, besides those of the budget."""
+        yield from ScoreOptions.check(self, path)
         if self.kernel % 2 == 0:
             yield f"kernel={self.kernel}: use an odd number"
 
 
-class RKVPolicy(CachePolicy):
-    """Evicts at the end of a prompt, and regularly from then on."""
+class RKVPolicy(ScorePolicy):
+    """Evict at the end of a prompt, and regularly from then on."""
 
-    scored = True
-    needs_content = True
-    shareable = False
-    settles = False
+    options: RKVOptions
 
     def __init__(self, options: RKVOptions) -> None:
-        self._options = options
-        self.recent_queries = options.window
+        super().__init__(options)
+        self.recent_queries = self.protected = options.window
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Where an eviction is due, the tokens that the budget does not leave."""
-        sequences = slots.sequences
-        assert sequences is not None
-        ends = due(sequences, self._options.interval)
-        if not bool(ends.any()):
-            return torch.zeros_like(slots.position, dtype=torch.bool)[:, :, None]
-        budget = self._options.tokens(sequences)
-        window = newest(slots.position, sequences.end, budget.clamp(max=self._options.window))
-        score = self._scores(slots, sequences).masked_fill(window, torch.inf)
-        evicted = beyond_budget(score, slots.position, budget)
-        return (evicted & ends[:, None, None])[:, :, None]
-
-    def _scores(self, slots: Slots, sequences: Sequences) -> Tensor:
-        """Importance minus redundancy, [b, h, s]."""
-        o = self._options
+    def slot_scores(self, slots: Slots, sequences: Sequences) -> Tensor:
+        """Return importance minus redundancy, [b, h, s]."""
+        o = self.options
         inside = newest(slots.position, sequences.end, o.window)
         logits, _, real = window_logits(slots, sequences)
         logits = logits.amax(2).masked_fill(inside[:, :, None], torch.finfo(logits.dtype).min)
@@ -94,12 +76,12 @@ class RKVPolicy(CachePolicy):
 
 
 def combined(importance: Tensor, redundancy: Tensor, weight: float) -> Tensor:
-    """The score of tokens."""
+    """Combine importance and redundancy into the score of tokens."""
     return weight * importance - (1 - weight) * redundancy
 
 
 def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tensor:
-    """How much each key repeats others, [b, h, s], at least float32; a softmax over the tokens.
+    """Return how much each key repeats others, [b, h, s], at least float32.
 
     The cosine of a key to the newest one that it repeats does not count, so that of a family of
     similar keys the newest one stays. Takes time for s * s cosines of each KV list.

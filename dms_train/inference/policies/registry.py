@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 GROUP = "dms_train.policies"
 AUTO = "auto"  # what the model was trained for
-_NOT_POLICIES = ("base", "budget", "calibration", "eviction", "registry", "rotation", "scored")
+_NOT_POLICIES = (
+    "base",
+    "budget",
+    "calibration",
+    "every_step",
+    "eviction",
+    "kernel_rules",
+    "attention_scores",
+    "registry",
+    "rotation",
+    "score_policy",
+)
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _registered: dict[str, PolicyKind] = {}
 
@@ -40,12 +51,12 @@ def register_policy(name: str, kind: PolicyKind) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """What `policy` may be, `auto` first."""
+    """Return what `policy` may be, `auto` first."""
     return AUTO, *sorted({*_modules(), *_entry_points(), *_registered})
 
 
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
-    """`KEY=VALUE` words as options; a value that is not JSON is a text.
+    """Parse `KEY=VALUE` words; a value that is not JSON is a text.
 
     Raises:
         InferenceError: A word has no `=`.
@@ -78,12 +89,12 @@ def check_policy(name: str, options: Mapping[str, Any]) -> None:
 
 
 def build_policy(name: str, options: Mapping[str, Any], spec: MethodSpec | None) -> CachePolicy:
-    """The policy called `name` for a model.
+    """Build the policy called `name` for a model.
 
     Args:
         name: One of `policy_names()`; `auto` is what the model was trained for, else `keep_all`.
         options: Fields of the policy's options.
-        spec: What the model was trained for; None for a dense one.
+        spec: Spec that the model was trained for; None for a dense one.
 
     Raises:
         InferenceError: An option or the model does not fit the policy.
@@ -99,7 +110,7 @@ def build_policy(name: str, options: Mapping[str, Any], spec: MethodSpec | None)
 
 
 def policy_kind(name: str) -> PolicyKind:
-    """The policy with this name.
+    """Find the policy with this name.
 
     Raises:
         InferenceError: There is none, or what an entry point names is none.
@@ -136,7 +147,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _options(name: str, values: Mapping[str, Any]) -> Any:
-    """The policy's options with these values, checked."""
+    """Build the policy's options from these values, checked."""
     cls = policy_kind(name).options
     hints = typing.get_type_hints(cls)
     known = [item.name for item in fields(cls)]

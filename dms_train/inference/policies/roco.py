@@ -13,14 +13,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
+from dms_train.inference.policies.base import AttentionReceived, PolicyKind, Sequences, Slots
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
 from dms_train.inference.policies.eviction import beyond_budget, newest
-from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy
 from dms_train.limits import AtLeast, Below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoCoOptions(ScoredOptions):
+class RoCoOptions(EveryStepOptions):
     """Options of `roco`.
 
     Attributes:
@@ -33,7 +33,7 @@ class RoCoOptions(ScoredOptions):
     varied: Annotated[int | None, AtLeast(0), Below(2**31)] = None
 
 
-class RoCoPolicy(ScoredPolicy):
+class RoCoPolicy(EveryStepPolicy):
     """State: the attention received so far, and the sum of its squares.
 
     Both are sums over the queries and over the query heads of a KV head.
@@ -45,14 +45,14 @@ class RoCoPolicy(ScoredPolicy):
         super().__init__(options)
         self._recent, self._varied = options.recent, options.varied
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Add what the pass gave."""
         heads = received.total.shape[2]
         new = torch.stack([received.total.sum(2), received.squares.sum(2)], -1) / heads
         return slots.state + new.to(slots.state)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """The least mean of the tokens that are neither recent nor varied."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the least mean of the tokens that are neither recent nor varied."""
         sequences = slots.sequences
         assert sequences is not None
         budget = self.budget(sequences)
@@ -65,13 +65,13 @@ class RoCoPolicy(ScoredPolicy):
         return beyond_budget(score, slots.position, budget)[:, :, None]
 
     def _protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
-        """How many tokens stay because they are new and because they vary, int64 [b] each."""
+        """Return how many tokens stay because they are new, and because they vary, int64 [b]."""
         recent = budget // 4 if self._recent is None else budget.clamp(max=self._recent)
         varied = budget // 2 if self._varied is None else budget.new_tensor(self._varied)
         return recent, torch.minimum(varied, budget - recent)
 
     def _statistics(self, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the attention of each token, [b, h, s]."""
+        """Return the mean and standard deviation of the attention of each token, [b, h, s]."""
         queries = (sequences.end[:, None, None] - slots.position).clamp(min=1)
         mean, square = (slots.state / queries[..., None]).unbind(-1)
         return mean, (square - mean * mean).clamp(min=0).sqrt()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def moved_by(x: Tensor, distance: Tensor, frequency: Tensor) -> Tensor:
-    """Vectors with RoPE, as they are `distance` positions further, at least float32.
+    """Rotate vectors that have RoPE by `distance` positions more, at least float32.
 
     Angles are computed in float64. Distances may be negative.
 

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import (
+    OLDEST,
+    BudgetRule,
     CachePolicy,
-    Moved,
+    KernelRule,
+    Limits,
     PolicyKind,
+    PositionShift,
     RequestSizes,
     Sequences,
     Slots,
@@ -45,48 +49,50 @@ class StreamingLLMOptions(BudgetOptions):
 
 
 class StreamingLLMPolicy(CachePolicy):
-    """Keeps the first tokens and the last ones, the query's own among them.
+    """Keep the first tokens and the last ones, the query's own among them."""
 
-    Attributes:
-        moves: Whether the first tokens are read at other positions.
-    """
-
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: StreamingLLMOptions) -> None:
         self._options = options
-        self.moves = options.positions == CACHE
+        self._moves = options.positions == CACHE
         self.shareable = options.fixed
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
-        """One token at a time where the budget grows with them, any number elsewhere."""
+        """Return 1 where the budget grows with the tokens, None elsewhere."""
         if self._options.budget_mode != GROWING:
             return None
         return max(1, request.prompt - computed)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is neither among the first nor among the last ones."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return whether a token is neither among the first nor among the last ones."""
         assert slots.sequences is not None
-        first, last = (count[:, None, None, None] for count in self.limits(slots.sequences))
+        first, last = (x[:, None, None, None] for x in self.limits(slots.sequences))
         position = slots.position[:, :, None, :]
         return (at[:, None, :, None] - position >= last) & (position >= first)
 
-    def moved(self, slots: Slots, at: Tensor) -> Moved | None:
-        """The first tokens, by as many positions as there are tokens missing behind them."""
-        if not self.moves:
+    def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
+        """Return the first tokens, moved by as many positions as tokens are missing after them."""
+        if not self._moves:
             return None
         position = slots.position[:, 0, None]  # alike for all KV heads
-        read = (position >= 0) & (position <= at[:, :, None]) & ~self.expired(slots, at)[:, 0]
+        read = (position >= 0) & (position <= at[:, :, None]) & ~self.evict_mask(slots, at)[:, 0]
         assert slots.sequences is not None
-        first = self.limits(slots.sequences)[0][:, None, None]
+        first = self.limits(slots.sequences).most[:, None, None]
         sinks = (slots.position >= 0) & (slots.position < first)
-        return Moved(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
+        return PositionShift(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
 
-    def limits(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """How many of the first and of the last tokens stay, int64 [b] each."""
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict the oldest token after the first ones."""
+        if self._moves:
+            return "reads keys at other positions (positions=cache)"
+        return BudgetRule(evicts=OLDEST, streams=True)
+
+    def limits(self, sequences: Sequences) -> Limits:
+        """Return how many of the first and of the last tokens stay."""
         budget = self._options.tokens(sequences)
         last = (budget - self._options.sinks).clamp(min=1)
-        return budget - last, last
+        return Limits(budget - last, last)
 
 
 def _build(options: StreamingLLMOptions, spec: MethodSpec | None) -> StreamingLLMPolicy:

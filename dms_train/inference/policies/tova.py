@@ -13,16 +13,26 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
+from dms_train.inference.policies.base import (
+    LEAST,
+    NEWEST_WEIGHTS,
+    AttentionReceived,
+    BudgetRule,
+    KernelRule,
+    Limits,
+    PolicyKind,
+    Sequences,
+    Slots,
+)
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
 from dms_train.inference.policies.eviction import beyond_budget, newest
-from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy
 from dms_train.limits import OneOf
 
 LAYER, GROUP = "layer", "group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TOVAOptions(ScoredOptions):
+class TOVAOptions(EveryStepOptions):
     """Options of `tova`.
 
     Attributes:
@@ -34,40 +44,43 @@ class TOVAOptions(ScoredOptions):
     protect_last: bool = False
 
 
-class TOVAPolicy(ScoredPolicy):
-    """State: the attention of the newest query.
-
-    Attributes:
-        scope: As in the options.
-    """
+class TOVAPolicy(EveryStepPolicy):
+    """State: the attention of the newest query."""
 
     state_width = 1
 
     def __init__(self, options: TOVAOptions) -> None:
         super().__init__(options)
-        self.scope, self._protected = options.scope, int(options.protect_last)
+        self._scope, self._protected = options.scope, int(options.protect_last)
 
-    def limits(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Tokens that stay now, and how many of the newest ones in any case, int64 [b] each."""
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict the token that the newest query attends least."""
+        together = self._scope == LAYER
+        return BudgetRule(
+            evicts=LEAST, score=NEWEST_WEIGHTS, together=together, streams=self.streams
+        )
+
+    def limits(self, sequences: Sequences) -> Limits:
+        """Return the budget, and 1 protected token if the newest one always stays."""
         budget = self.budget(sequences)
-        return budget, torch.full_like(budget, self._protected)
+        return Limits(budget, torch.full_like(budget, self._protected))
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Replace the scores."""
         score = received.newest.mean(2)
-        if self.scope == LAYER:
+        if self._scope == LAYER:
             score = self._by_position(slots.position, score)
         return score[..., None].to(slots.state)
 
     def _by_position(self, position: Tensor, score: Tensor) -> Tensor:
-        """The mean over KV heads of the scores [b, h, s] of a position, which all of them hold."""
+        """Average scores [b, h, s] of a position, which all KV heads hold, over the heads."""
         b, h, s = position.shape
         order = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argsort(-1)
         mean = score.gather(-1, order).mean(1, keepdim=True).expand(b, h, s)
         return torch.empty_like(score).scatter_(-1, order, mean)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """The least attended tokens."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the least attended tokens."""
         assert slots.sequences is not None
         budget, protected = self.limits(slots.sequences)
         last = newest(slots.position, slots.sequences.end, protected)

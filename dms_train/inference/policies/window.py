@@ -8,7 +8,14 @@ from typing import Annotated
 from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import CachePolicy, PolicyKind, Slots
+from dms_train.inference.policies.base import (
+    EVERY,
+    CachePolicy,
+    KernelRule,
+    PolicyKind,
+    Slots,
+    WindowRule,
+)
 from dms_train.limits import AtLeast
 from dms_train.method.base import MethodSpec
 
@@ -19,8 +26,12 @@ class WindowPolicy(CachePolicy):
     def __init__(self, window: int) -> None:
         self.window = window
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is more than `window` older than the query."""
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict every token that leaves the window."""
+        return WindowRule(evicts=EVERY, window=self.window)
+
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return whether a token is more than `window` older than the query."""
         return at[:, None, :, None] - slots.position[:, :, None, :] > self.window
 
 

@@ -1,11 +1,17 @@
-"""A decode step in plain loops and float64; reference of `triton_append`, `triton_attention`."""
+"""Decode attention over compact pages in plain loops and float64.
+
+Implementation of `dispatch.PagedAttention` on any device, and truth for the tests of the kernels.
+`choose` is the reference of the kernel with that name.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels.decode.types import (
     ALWAYS,
     CHOSEN,
     FP8,
@@ -16,33 +22,42 @@ from dms_train.kernels.decode.paged import (
     OLDEST,
     OUT_OF_PAGES,
     SUMMED,
+    AttentionTuning,
+    AttentionWorkspace,
     Choice,
     Decisions,
+    HeadNorms,
     PagedCache,
+    SlotLogits,
     Step,
 )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on x [..., d] in float64; cos and sin broadcast to it."""
+    """Apply RoPE to x [..., d] in float64; cos and sin broadcast to it."""
     first, second = x.double().chunk(2, -1)
     return x.double() * cos.double() + torch.cat([-second, first], -1) * sin.double()
 
 
-def append(step: Step, cache: PagedCache, rule: Decisions) -> Tensor:
-    """Store one token per sequence, after evicting the one that leaves the window if it is marked.
+def append(
+    step: Step,
+    cache: PagedCache,
+    rule: Decisions,
+    *,
+    norms: HeadNorms | None = None,
+    rotated: Tensor | None = None,
+) -> Tensor:
+    """Evict the token that leaves the window if it is marked, then store one token.
 
-    Args:
-        step: The tokens.
-        cache: Updated in place.
-        rule: Where decisions come from.
-
-    Returns:
-        The query with RoPE, float64 [b, h * g, d].
+    As `PagedAttention.append`, but a new result is float64.
     """
     b, heads, d = step.query.shape
     h = step.key.shape[1]
-    query = step.query.double().view(b, h, heads // h, d).clone()
+    query, key = step.query.double(), step.key.double()
+    if norms is not None:
+        query = _normalise(query, norms.query, norms.epsilon)
+        key = _normalise(key, norms.key, norms.epsilon)
+    query = query.reshape(b, h, heads // h, d).clone()
     activation = query[:, :, 0, rule.channel].float()
     marks = activation * rule.scale - rule.offset > 0 if step.signal is None else step.signal
     if rule.clear:
@@ -50,7 +65,7 @@ def append(step: Step, cache: PagedCache, rule: Decisions) -> Tensor:
     query = rotate(query, step.cos[:, None, None], step.sin[:, None, None])
     if rule.clear_after_rope:
         query[:, :, 0, rule.channel] = 0
-    key = rotate(step.key, step.cos[:, None], step.sin[:, None])
+    key = rotate(key, step.cos[:, None], step.sin[:, None])
     for i, row in enumerate(step.rows.tolist()):
         for head in range(h if row >= 0 else 0):
             marked = rule.source == ALWAYS or (rule.source != CHOSEN and bool(marks[i, head]))
@@ -61,7 +76,13 @@ def append(step: Step, cache: PagedCache, rule: Decisions) -> Tensor:
                     cache.positions[row, head, claim[0]] = int(step.position[i])
                 if cache.bounds is not None:
                     _bound(cache, row, head, claim[0])
-    return query.view(b, heads, d)
+    query = query.view(b, heads, d)
+    return query if rotated is None else rotated.copy_(query)
+
+
+def _normalise(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Apply RMSNorm over the last dimension, in float64."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight.double()
 
 
 def _claim(
@@ -122,7 +143,7 @@ def _own_page(cache: PagedCache, row: int, head: int, slot: int) -> bool:
 
 
 def _pop(cache: PagedCache) -> int:
-    """A free page; 0 if there is none."""
+    """Pop a free page; 0 if there is none."""
     free = cache.free
     free.left.sub_(1)
     left = int(free.left)
@@ -147,7 +168,7 @@ def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair
 
 
 def _bound(cache: PagedCache, row: int, head: int, slot: int) -> None:
-    """Lowest and highest keys of the page whose last token lies in a slot."""
+    """Write minimum and maximum keys of the page whose last token lies in a slot."""
     assert cache.bounds is not None
     page = cache.table[row, head, slot // cache.page_slots]
     keys = cache.pages[page, 0, : slot % cache.page_slots + 1]
@@ -169,28 +190,54 @@ def _fit_exponent(page: Tensor, exponent: Tensor, wide: Tensor, *, fresh: bool) 
         exponent.fill_(need + 1)
 
 
-def attend(query: Tensor, cache: PagedCache, rows: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v over the live slots.
+def attention_workspace(
+    query: Tensor,
+    cache: PagedCache,
+    tuning: AttentionTuning | None = None,
+    *,
+    evicts: bool = False,
+) -> AttentionWorkspace:
+    """Return an empty workspace; `attend` needs no scratch memory."""
+    none = query.new_empty(0)
+    return AttentionWorkspace(none, none, none, 0, tuning or AttentionTuning())
 
-    Args:
-        query: [b, h * g, d] with RoPE.
-        cache: What is attended.
-        rows: int32 [b]; -1 for none.
-        scale: Factor on the scores.
 
-    Returns:
-        float64 [b, h * g, d]; 0 where nothing is live.
+def attend(
+    query: Tensor,
+    cache: PagedCache,
+    rows: Tensor,
+    scale: float,
+    memory: AttentionWorkspace | None = None,
+    output: Tensor | None = None,
+    logits: SlotLogits | None = None,
+    readers: Tensor | None = None,
+) -> Tensor:
+    """Compute softmax(q k^T * scale) v over the live slots.
+
+    As `PagedAttention.attend`, but a new result is float64.
     """
     b, heads, d = query.shape
     h = cache.lengths.shape[1]
     grouped = query.double().view(b, h, heads // h, d)
-    output = torch.zeros_like(grouped)
+    result = torch.zeros_like(grouped)
     for i, row in enumerate(rows.tolist()):
         for head in range(h if row >= 0 else 0):
             key, value = live_slots(cache, row, head)
-            if len(key):
-                output[i, head] = (grouped[i, head] @ key.T * scale).softmax(-1) @ value
-    return output.view(b, heads, d)
+            if not len(key):
+                continue
+            scores = grouped[i, head] @ key.T * scale
+            if logits is not None:
+                logits.logits[i * h + head, :, : len(key)] = scores / math.log(2)
+            if readers is not None:
+                place = torch.arange(len(key), device=key.device) // cache.page_slots
+                member = torch.arange(heads // h, device=key.device)[:, None]
+                reads = readers[row, head, place] >> member & 1
+                scores = scores.masked_fill(reads == 0, -torch.inf)
+            if logits is not None:
+                logits.totals[i * h + head] = scores.logsumexp(-1) / math.log(2)
+            result[i, head] = scores.softmax(-1) @ value
+    result = result.view(b, heads, d)
+    return result if output is None else output.copy_(result)
 
 
 def choose(
@@ -201,12 +248,12 @@ def choose(
     scale: float,
     scores: Tensor,
 ) -> None:
-    """Mark the token of each KV list that leaves after a step, if any.
+    """Mark the token that each KV list evicts after a step, if any.
 
     Args:
         cache: With positions; its ring of one entry is written.
-        choice: Which token.
-        step: Whose tokens were appended last.
+        choice: Selects the token.
+        step: Step whose tokens were appended last.
         query: [b, h * g, d] with RoPE.
         scale: Factor on the products of queries and keys.
         scores: Float [r, h, s], attention received so far; updated for SUMMED.
@@ -238,7 +285,7 @@ def choose(
 def _chosen(
     choice: Choice, i: int, time: int, score: list[float], position: list[int]
 ) -> int | None:
-    """The slot of the token that leaves the KV list of sequence `i`."""
+    """Return the slot of the token that leaves the KV list of sequence `i`."""
     limit, recent = int(choice.limit[i]), int(choice.recent[i])
     held = range(len(score))
     if choice.kind == OLDEST:
@@ -251,7 +298,7 @@ def _chosen(
 
 
 def live_slots(cache: PagedCache, row: int, head: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a KV list, float64 [length, d] each, slot by slot."""
+    """Return keys and values of a KV list, float64 [length, d] each, slot by slot."""
     length, size = int(cache.lengths[row, head]), cache.page_slots
     used = -(-length // size)
     pages = cache.pages[cache.table[row, head, :used].long()].to(_readable(cache.pages)).double()

@@ -1,7 +1,7 @@
 """DMC for one new token per sequence: decision, importance and merge in one kernel.
 
-What it leaves is a step for `triton_append`: the borrowed channels are cleared, key and value are
-those of the merged state, and the signal says that the state of the token before is overwritten.
+The result is a step for `triton_append`: the eviction channels are cleared, key and value belong to
+the merged state, and the signal tells whether it overwrites the state of the previous token.
 `method.dmc.merge` is the same in torch operations.
 
 Shape letters: r cache rows, h KV heads, b sequences, g query heads per KV head, m tokens that a
@@ -10,56 +10,18 @@ state averages besides the newest, d head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import HeadNorms, Step
 from dms_train.kernels.decode.triton_append import _normed_key, _normed_query, _query_halves
-
-
-class Newest(NamedTuple):
-    """The newest tokens of the KV lists of a layer, unmerged; token t is entry t % m.
-
-    Attributes:
-        key: [r, h, m, d], before RoPE, with the borrowed channel cleared.
-        value: [r, h, m, d].
-        weights: float32 [r, h, m, 2], whether the token continued its predecessor's slot, as 0 or
-            1, and its importance.
-    """
-
-    key: Tensor
-    value: Tensor
-    weights: Tensor
-
-
-class Merging(NamedTuple):
-    """How tokens decide and weigh.
-
-    Attributes:
-        channel: The borrowed one, 0 .. d - 1.
-        scale: Factor on the activation of the key, which decides.
-        offset: Subtracted from it; a positive rest merges.
-        importance_offset: Added to the mean activation of the queries, whose sigmoid weighs.
-        smallest: Added to the sigmoid.
-        uniform: Whether all tokens weigh 1.
-    """
-
-    channel: int
-    scale: float
-    offset: float
-    importance_offset: float
-    smallest: float
-    uniform: bool
+from dms_train.kernels.decode.types import HeadNorms, MergeRule, NewestTokens, Step
+from dms_train.kernels.launch import can_overlap
 
 
 @triton.jit
 def _at_channel(first, second, half, CHANNEL: tl.constexpr, HALF: tl.constexpr):
-    """The borrowed channel of heads in two halves of their channels, [any, D_PAD / 2]."""
+    """Return the eviction channel of heads in two halves of their channels, [any, D_PAD / 2]."""
     side = first if CHANNEL < HALF else second
     at = CHANNEL if CHANNEL < HALF else CHANNEL - HALF
     return tl.sum(tl.where(half[None, :] == at, side, 0.0), 1)
@@ -148,21 +110,9 @@ def _accumulate_kernel(
 
 
 def accumulate(
-    step: Step, newest: Newest, merging: Merging, norms: HeadNorms | None = None
+    step: Step, newest: NewestTokens, merging: MergeRule, norms: HeadNorms | None = None
 ) -> Step:
-    """Merge one token per sequence with those before it.
-
-    The host does not wait; safe inside a CUDA graph.
-
-    Args:
-        step: The tokens, before norms.
-        newest: Of the layer; the tokens are added.
-        merging: How they decide and weigh.
-        norms: RMSNorm of every head; None if there is none.
-
-    Returns:
-        The step to append, with norms applied and `signal` int8 [b, h].
-    """
+    """Merge one token per sequence in one kernel; see `DecodeKernels.accumulate`."""
     b, heads, d = step.query.shape
     h = step.key.shape[1]
     query, key, value = (
@@ -170,7 +120,7 @@ def accumulate(
         for x in (step.query, step.key, step.value)
     )
     signal = torch.empty(b, h, dtype=torch.int8, device=key.device)
-    overlap = overlaps(key.device)
+    overlap = can_overlap(key.device)
     _accumulate_kernel[(b, h)](
         step.query,
         step.key,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels.decode.triton_pages import own_page
+from dms_train.kernels.decode.types import (
     ALWAYS,
     CHOSEN,
     EVICTION_CHANNEL,
@@ -26,7 +26,7 @@ from dms_train.kernels.decode.paged import (
     PagedCache,
     Step,
 )
-from dms_train.kernels.decode.triton_pages import own_page
+from dms_train.kernels.launch import can_overlap
 
 _NEVER, _ALWAYS = tl.constexpr(NEVER), tl.constexpr(ALWAYS)
 _EVICTION_CHANNEL, _SIGNAL = tl.constexpr(EVICTION_CHANNEL), tl.constexpr(SIGNAL)
@@ -45,7 +45,7 @@ def _raised_exponent(
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Exponent of a page once it also holds a vector (two halves); requantises the page if raised.
+    """Raise the exponent of a page that gets a vector (two halves), and requantise the page.
 
     A page starts and is raised with one power of two to spare, so that raises are rare.
     """
@@ -67,7 +67,7 @@ def _raised_exponent(
 def _slot(
     leaving, time, length, bit, SOURCE: tl.constexpr, SHIFT: tl.constexpr, RING: tl.constexpr
 ):
-    """Slot of the arriving token, and whether it is a new one.
+    """Return the slot of the arriving token, and whether it is a new one.
 
     leaving is the ring entry of the token that leaves the window; bit is 1 for a decision to evict,
     which counts for that token if SHIFT is RING.
@@ -102,7 +102,7 @@ def _page_of(
     table_ptr, numbers_ptr, count_ptr, fault_ptr, holders_ptr, slot, grown, places,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Page of a slot, whether it is fresh and whether there is one, and how many lists hold it."""
+    """Return the page of a slot, whether it is fresh, whether it exists, and its holders."""
     place, fresh = slot // PAGE, grown & (slot % PAGE == 0)
     stored = place < places
     page = tl.load(table_ptr + place, mask=stored & (fresh == 0), other=0)
@@ -137,7 +137,7 @@ def _down_scales(
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Factors that bring key and value into their page's range; raises its exponents if need be."""
+    """Return factors that bring key and value into the range of a page; may raise its exponents."""
     if stored:
         used_key = _raised_exponent(page_ptr, used_key, key_1, key_2, fresh, D, D_PAD, PAGE)
         used_value = _raised_exponent(
@@ -151,7 +151,7 @@ def _down_scales(
 
 @triton.jit
 def _widen_bounds(bounds_ptr, before, page, fresh, stored, key, half, D: tl.constexpr):
-    """Have the bounds of a page, which was page `before`, hold for half of a key too."""
+    """Widen the bounds of a page, formerly page `before`, to include half of a key."""
     inside = (half < D // 2) & stored
     known = bounds_ptr + before.to(tl.int64) * (2 * D) + half
     low = tl.load(known, mask=inside & (fresh == 0), other=float("inf"))
@@ -163,7 +163,7 @@ def _widen_bounds(bounds_ptr, before, page, fresh, stored, key, half, D: tl.cons
 
 @triton.jit
 def _query_halves(query_ptr, half, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr):
-    """The query heads of a KV head as two halves of their channels, float32 [R_PAD, D_PAD / 2]."""
+    """Load a query group as two halves of its channels, float32 [R_PAD, D_PAD / 2] each."""
     member = tl.arange(0, R_PAD)[:, None]
     real = (member < R) & (half < D // 2)[None, :]
     at = member * D + half[None, :]
@@ -174,7 +174,7 @@ def _query_halves(query_ptr, half, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.c
 
 @triton.jit
 def _normed_query(first, second, norm_ptr, epsilon, half, D: tl.constexpr):
-    """RMSNorm of query heads in two halves, [R_PAD, D_PAD / 2], rounded as the layer rounds it."""
+    """Apply RMSNorm to query heads in two halves, [R_PAD, D_PAD / 2], rounded like the layer."""
     kind = norm_ptr.dtype.element_ty
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     factor = tl.rsqrt(squares / D + epsilon)[:, None]
@@ -187,14 +187,16 @@ def _normed_query(first, second, norm_ptr, epsilon, half, D: tl.constexpr):
 
 @triton.jit
 def _normed_key(first, second, norm_ptr, epsilon, half, D: tl.constexpr):
-    """The same for one key, [D_PAD / 2]."""
+    """Apply RMSNorm to one key in two halves, [D_PAD / 2]."""
     first, second = _normed_query(first[None, :], second[None, :], norm_ptr, epsilon, half, D)
     return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @triton.jit
-def _borrowed(first, second, half, CHANNEL: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr):
-    """The borrowed channel of the first query head."""
+def _eviction_channel(
+    first, second, half, CHANNEL: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr
+):
+    """Return the eviction channel of the first query head."""
     member = tl.arange(0, R_PAD)[:, None]
     at = tl.where(CHANNEL < D // 2, CHANNEL, CHANNEL - D // 2)
     side = first if CHANNEL < D // 2 else second
@@ -216,21 +218,21 @@ def _rotate_query(
     R_PAD: tl.constexpr,
     D: tl.constexpr,
 ):
-    """RoPE on the query heads of a KV head, without the borrowed channel."""
+    """Apply RoPE to a query group, without the eviction channel."""
     HALF: tl.constexpr = D // 2
     member = tl.arange(0, R_PAD)[:, None]
     real = (member < R) & (half < HALF)[None, :]
     at = member * D + half[None, :]
-    borrowed_1 = (member == 0) & (half[None, :] == CHANNEL)
-    borrowed_2 = (member == 0) & (half[None, :] + HALF == CHANNEL)
+    cleared_1 = (member == 0) & (half[None, :] == CHANNEL)
+    cleared_2 = (member == 0) & (half[None, :] + HALF == CHANNEL)
     if CLEAR:
-        first = tl.where(borrowed_1, 0.0, first)
-        second = tl.where(borrowed_2, 0.0, second)
+        first = tl.where(cleared_1, 0.0, first)
+        second = tl.where(cleared_2, 0.0, second)
     turned_1 = first * cos[None, :] - second * sin[None, :]
     turned_2 = second * cos[None, :] + first * sin[None, :]
     if CLEAR_AFTER:
-        turned_1 = tl.where(borrowed_1, 0.0, turned_1)
-        turned_2 = tl.where(borrowed_2, 0.0, turned_2)
+        turned_1 = tl.where(cleared_1, 0.0, turned_1)
+        turned_2 = tl.where(cleared_2, 0.0, turned_2)
     kind = rotated_ptr.dtype.element_ty
     tl.store(rotated_ptr + at, turned_1.to(kind), mask=real)
     tl.store(rotated_ptr + at + HALF, turned_2.to(kind), mask=real)
@@ -291,7 +293,7 @@ def _append_kernel(
         first, second = _normed_query(first, second, query_norm_ptr, epsilon, half, D)
         raw_1, raw_2 = _normed_key(raw_1, raw_2, key_norm_ptr, epsilon, half, D)
     if SOURCE == _EVICTION_CHANNEL:
-        list_value = _borrowed(first, second, half, CHANNEL, R_PAD, D)
+        list_value = _eviction_channel(first, second, half, CHANNEL, R_PAD, D)
         bit = (list_value * scale - offset > 0).to(tl.int32)
     if SOURCE == _SIGNAL:
         bit = (tl.load(signal_ptr + batch * heads + head) != 0).to(tl.int32)
@@ -352,24 +354,10 @@ def append(
     norms: HeadNorms | None = None,
     rotated: Tensor | None = None,
 ) -> Tensor:
-    """Store one token per sequence, after evicting the one that leaves the window if it is marked.
-
-    The host does not wait; safe inside a CUDA graph. A token that finds no page is not
-    stored and sets `cache.free.fault`.
-
-    Args:
-        step: The tokens.
-        cache: Updated in place.
-        rule: Where decisions come from.
-        norms: RMSNorm of every head before RoPE and decisions; None if there is none.
-        rotated: Where the result goes; None makes a tensor.
-
-    Returns:
-        The query with RoPE, [b, h * g, d] contiguous.
-    """
+    """Evict and store one token per sequence in one kernel; see `PagedAttention.append`."""
     b, heads, d = step.query.shape
     h = step.key.shape[1]
-    overlap = overlaps(step.query.device)
+    overlap = can_overlap(step.query.device)
     if rotated is None:
         rotated = torch.empty_like(step.query, memory_format=torch.contiguous_format)
     _append_kernel[(b, h)](

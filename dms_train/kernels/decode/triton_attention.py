@@ -1,24 +1,20 @@
-"""One query token per sequence over the live slots of a paged cache, in one kernel.
+"""Attention of one query token per sequence over a paged cache, in one kernel.
 
-The tiles of slots of all KV lists are concatenated and divided into as many equal parts as there
-are programs, so KV lists of unequal length are balanced. Every program computes its part from the
-lengths, which are on the device only. If several programs share a KV list, the one that finishes
-last merges their results. `triton_tiles` is what a program does with the tiles of one KV list.
+The tiles of slots of all KV lists are concatenated and divided into equal parts, one per program,
+which balances KV lists of unequal length. Every program computes its part from the lengths, which
+are on the device only. If several programs share a KV list, the last one to finish merges their
+results. `triton_tiles` attends to the tiles of one KV list.
 
 Shape letters: b sequences, h KV heads, g query heads per KV head, d head size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import PagedCache
 from dms_train.kernels.decode.triton_fetch import fetch
 from dms_train.kernels.decode.triton_tiles import (
     LOWEST,
@@ -26,61 +22,20 @@ from dms_train.kernels.decode.triton_tiles import (
     attend_tiles,
     halved_query,
 )
+from dms_train.kernels.decode.types import (
+    AttentionTuning,
+    AttentionWorkspace,
+    PagedCache,
+    SlotLogits,
+)
+from dms_train.kernels.launch import can_overlap
 
 _LOG2E = 1.4426950408889634
-_FEW_LISTS = 16  # of an evicting policy; a program of theirs has few tiles
+_FEW_LISTS = 16  # KV lists of an evicting policy with which a program has few tiles
 
 
-class Tuning(NamedTuple):
-    """How the kernel is cut.
-
-    Attributes:
-        tile: Slots that are loaded at a time, a power of two.
-        warps: Warps of a program.
-        stages: Tiles on their way at the same time.
-        per_sm: Programs of a multiprocessor.
-        registers: Most registers of a thread; None for no limit.
-    """
-
-    tile: int = 64
-    warps: int = 4
-    stages: int = 3
-    per_sm: int = 2
-    registers: int | None = None
-
-
-class SlotLogits(NamedTuple):
-    """What a step gives to each slot, from which its weights follow: 2 ** (logit - total).
-
-    Attributes:
-        logits: float32 [b * h, g, at least the longest KV list], scores by base-2 logarithms.
-        totals: float32 [b * h, g], logarithm of the sum of their powers of two.
-    """
-
-    logits: Tensor
-    totals: Tensor
-
-
-class Workspace(NamedTuple):
-    """Memory of one step, reused by all layers; fixed addresses for CUDA graphs.
-
-    Attributes:
-        parts: float32 [programs + b * h, g, d], sums of values not yet divided.
-        weights: float32 [programs + b * h, 2, g], peak score and sum of weights of each part.
-        arrived: int32 [b * h], parts that are finished; 0 between launches.
-        programs: Programs to launch.
-        tuning: Rest of the launch.
-    """
-
-    parts: Tensor
-    weights: Tensor
-    arrived: Tensor
-    programs: int
-    tuning: Tuning
-
-
-def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> Tuning:
-    """Tuning for a head size and bytes per channel of the cache: 16 KB of keys at a time.
+def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> AttentionTuning:
+    """Return the tuning for a head size and bytes per channel: 16 KB of keys at a time.
 
     FP8 bytes are unpacked between load and product; programs of two warps hide that latency better
     than half as many programs of four.
@@ -88,26 +43,19 @@ def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> Tuning:
     Args:
         d: Head size.
         itemsize: Bytes of a channel.
-        few_tiles: Whether a program has few. Then a third one on its way gains nothing, and its
-            memory keeps programs of the next kernels from starting.
+        few_tiles: Whether a program has few tiles. Then a third tile in flight gains nothing, and
+            its memory keeps programs of the next kernels from starting.
     """
     tile = max(16, min(128, 2**14 // (triton.next_power_of_2(d) * itemsize)))
     if itemsize == 1:
-        return Tuning(tile, warps=2, stages=2, per_sm=4)
-    return Tuning(tile, stages=2 if few_tiles else 3)
+        return AttentionTuning(tile, warps=2, stages=2, per_sm=4)
+    return AttentionTuning(tile, stages=2 if few_tiles else 3)
 
 
-def workspace(
-    query: Tensor, cache: PagedCache, tuning: Tuning | None = None, *, evicts: bool = False
-) -> Workspace:
-    """Workspace for queries like [b, h * g, d].
-
-    Args:
-        query: Of a step.
-        cache: What it attends.
-        tuning: Of the launch; None takes the default.
-        evicts: Whether a policy keeps KV lists shorter than their sequences.
-    """
+def attention_workspace(
+    query: Tensor, cache: PagedCache, tuning: AttentionTuning | None = None, *, evicts: bool = False
+) -> AttentionWorkspace:
+    """Allocate scratch memory; see `PagedAttention.attention_workspace`."""
     b, all_heads, d = query.shape
     heads = cache.lengths.shape[1]
     kv_lists, device = b * heads, query.device
@@ -118,7 +66,7 @@ def workspace(
         units = torch.cuda.get_device_properties(device).multi_processor_count
     programs = units * tuning.per_sm
     slots, group = programs + kv_lists, all_heads // heads
-    return Workspace(
+    return AttentionWorkspace(
         parts=torch.empty(slots, group, d, device=device),
         weights=torch.empty(slots, 2, group, device=device),
         arrived=torch.zeros(kv_lists, dtype=torch.int32, device=device),
@@ -139,7 +87,7 @@ def _share(
     OVERLAP: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """This program's part of all tiles; with OVERLAP it waits for the kernel before.
+    """Return this program's part of all tiles; with OVERLAP, wait for the previous kernel.
 
     Returns:
         Its first tile, its end, the KV list of its first tile, that KV list's first tile, the
@@ -182,7 +130,7 @@ def _fetch_tile(
     KV_LISTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Bring this program's first tile into the L2 cache while the kernel before still runs.
+    """Fetch this program's first tile into the L2 cache while the previous kernel runs.
 
     That kernel may change a length by one and add a page, so that the tile may be another one. The
     numbers are read past the L1 cache, where they would stay.
@@ -217,7 +165,7 @@ def _merge(
     D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Output of a KV list, [R, D], from `count` parts that follow each other."""
+    """Merge `count` consecutive parts into the output of a KV list, [R, D]."""
     piece, member = tl.arange(0, CHUNK)[:, None], tl.arange(0, R_PAD)[None, :]
     channel = tl.arange(0, D_PAD)[None, None, :]
     peak = tl.full([R_PAD], LOWEST, tl.float32)
@@ -361,29 +309,12 @@ def attend(
     cache: PagedCache,
     rows: Tensor,
     scale: float,
-    memory: Workspace,
+    memory: AttentionWorkspace,
     output: Tensor | None = None,
     logits: SlotLogits | None = None,
     readers: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the live slots, float32 inside.
-
-    The host does not wait; safe inside a CUDA graph.
-
-    Args:
-        query: [b, h * g, d] with RoPE, contiguous.
-        cache: What is attended; pages in the query's dtype or FP8.
-        rows: Integers [b]; -1 for none, whose output is 0.
-        scale: Factor on the scores.
-        memory: Made for such queries.
-        output: Where the result goes; None makes a tensor.
-        logits: Where scores go; None for nowhere. Those behind a KV list stay as they are.
-        readers: int32 [r, h, p], query heads that read a page of the table, as bits; None for all
-            of them. Not with FP8.
-
-    Returns:
-        [b, h * g, d].
-    """
+    """Attend to the live slots in one kernel; see `PagedAttention.attend`."""
     b, all_heads, d = query.shape
     h = cache.lengths.shape[1]
     group, tuning = all_heads // h, memory.tuning
@@ -423,11 +354,11 @@ def attend(
         WIDE=memory.programs * tiles >= 2**31,
         QUANTISED=quantised,
         ASM=query.device.type == "cuda",
-        OVERLAP=overlaps(query.device),
+        OVERLAP=can_overlap(query.device),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,
-        launch_pdl=overlaps(query.device),
+        launch_pdl=can_overlap(query.device),
     )
     return output

@@ -1,7 +1,7 @@
-"""Which pages a query reads, by the lowest and highest keys of each (Quest, arXiv:2406.10774).
+"""Selection of pages by the lowest and highest keys of each (Quest, arXiv:2406.10774).
 
-Two kernels: the bound of every page for every query head, and the best pages. What they leave is a
-paged cache of its own, which `triton_attention` attends: the pages that any query head of a KV head
+One kernel computes the bound of every page for every query head, the other selects the best pages.
+The result is a page table that `triton_attention` reads: the pages that any head of a query group
 reads, and which of the heads read each.
 
 A page here is `multiple` neighbouring pages of the cache; slots are in the order of positions.
@@ -12,62 +12,16 @@ p pages of a full KV list, d head size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import PagedCache
+from dms_train.kernels.decode.types import PageBudget, PagedCache, PageSelection
+from dms_train.kernels.launch import can_overlap
 
 _BLOCK = 64  # pages of a program
-_ROWS = 16  # fewest of a product on tensor cores
-_SCORES = 2**11  # that four warps hold
-
-
-class Selection(NamedTuple):
-    """Memory of one step, reused by all layers; fixed addresses for CUDA graphs.
-
-    Attributes:
-        scores: float32 [b * h, g, pages of several], bounds.
-        table: int32 [b, h, p], pages that are read.
-        heads: int32 [b, h, p], bit i of an entry for query head i of the KV head.
-        lengths: int32 [b, h], slots in them.
-    """
-
-    scores: Tensor
-    table: Tensor
-    heads: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def of(cls, sequences: int, cache: PagedCache, group: int, multiple: int) -> Selection:
-        """Memory for a step of so many sequences."""
-        _, h, p = cache.table.shape
-        put: dict[str, Any] = {"device": cache.table.device}
-        table, heads = torch.zeros(2, sequences, h, p, dtype=torch.int32, **put)
-        return cls(
-            scores=torch.empty(sequences * h, group, -(-p // multiple), **put),
-            table=table,
-            heads=heads,
-            lengths=torch.zeros(sequences, h, dtype=torch.int32, **put),
-        )
-
-
-class Wanted(NamedTuple):
-    """How many pages are read.
-
-    Attributes:
-        pages: Integers [b], of each query head, at least 1.
-        multiple: Pages of the cache that are one page here.
-        last: Whether the page of the newest token is always among them.
-    """
-
-    pages: Tensor
-    multiple: int
-    last: bool
+_ROWS = 16  # fewest rows of a product on tensor cores
+_SCORES = 2**11  # held by four warps
 
 
 @triton.jit
@@ -114,9 +68,9 @@ def _bound_kernel(
 
 @triton.jit
 def _threshold(ranked, wanted, R: tl.constexpr, R_PAD: tl.constexpr, COLUMNS: tl.constexpr):
-    """A number that `wanted` of each row of uint32 [R_PAD, COLUMNS] reach, bit by bit.
+    """Find a number that `wanted` of each row of uint32 [R_PAD, COLUMNS] reach, bit by bit.
 
-    Where no such number is found, because columns are equal, it is the `wanted`-th largest.
+    If columns are equal, there may be no such number; the result is the `wanted`-th largest.
     """
     least = tl.zeros([R_PAD], tl.uint32)
     bit = tl.full([R_PAD], 2147483648, tl.uint32)
@@ -182,32 +136,20 @@ def _select_kernel(
     tl.store(read_ptr + kv_list, total, mask=row >= 0)
 
 
-def select(
+def select_pages(
     query: Tensor,
     cache: PagedCache,
     bounds: Tensor,
     rows: Tensor,
-    wanted: Wanted,
-    memory: Selection,
+    wanted: PageBudget,
+    memory: PageSelection,
     read: Tensor,
 ) -> None:
-    """Choose the pages that each query head reads; of equal bounds, lower pages first.
-
-    The host does not wait; safe inside a CUDA graph.
-
-    Args:
-        query: [b, h * g, d] with RoPE, contiguous.
-        cache: What is read.
-        bounds: [n, 2, d], the lowest and highest of each channel of the keys of a page.
-        rows: Integers [b]; -1 for none.
-        wanted: How many pages.
-        memory: Where the result goes.
-        read: int32 [r, h], slots that are read; written for these rows.
-    """
+    """Select the pages that are read, in two kernels; see `DecodeKernels.select_pages`."""
     b, all_heads, d = query.shape
     h, places = cache.table.shape[1:]
     group, columns = all_heads // h, memory.scores.shape[-1]
-    overlap = overlaps(query.device)
+    overlap = can_overlap(query.device)
     _bound_kernel[(b * h, triton.cdiv(columns, _BLOCK))](
         query,
         bounds,

@@ -1,4 +1,4 @@
-"""The token of each KV list that leaves after a decode step, chosen on the device.
+"""Choice of the token that each KV list evicts after a decode step.
 
 The entry of a KV list's ring says in which slot it lies, so that the next token is stored there
 (`paged.CHOSEN`). One program per KV list, or per sequence where all KV heads decide together.
@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import LEAST, MAXIMUM, MEAN, OLDEST, SUMMED, Choice, PagedCache
-from dms_train.kernels.decode.triton_attention import SlotLogits
+from dms_train.kernels.decode.types import (
+    LEAST,
+    MAXIMUM,
+    MEAN,
+    OLDEST,
+    SUMMED,
+    Choice,
+    PagedCache,
+    SlotLogits,
+)
+from dms_train.kernels.launch import can_overlap
 
 _OLDEST, _SUMMED = tl.constexpr(OLDEST), tl.constexpr(SUMMED)
 _MAXIMUM, _MEAN = tl.constexpr(MAXIMUM), tl.constexpr(MEAN)
@@ -28,7 +36,7 @@ def _received(
     logit_ptr, logit_slots, total, slot, inside,
     MEMBERS: tl.constexpr, M_PAD: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """Attention that slots have received from some query heads, reduced over them."""
+    """Return the attention that slots received from some query heads, reduced over the heads."""
     member = tl.arange(0, M_PAD)[:, None]
     at = logit_ptr + member.to(tl.int64) * logit_slots + slot[None, :]
     logit = tl.load(at, mask=(member < MEMBERS) & inside[None, :], other=float("-inf"))
@@ -105,24 +113,13 @@ def choose(
     logits: SlotLogits | None = None,
     scores: Tensor | None = None,
 ) -> None:
-    """Mark the token of each KV list that leaves, if any; the scores of SUMMED grow.
-
-    The host does not wait; safe inside a CUDA graph.
-
-    Args:
-        cache: With positions, and with a ring of one entry, which is written.
-        choice: Which token.
-        rows: Integers [b]; -1 for a place in the batch that is not used.
-        time: Integers [b], position of the newest token.
-        logits: Of the newest token; None for OLDEST.
-        scores: float32 [r, h, s], attention received by the token in a slot; for SUMMED.
-    """
+    """Mark the token that each KV list evicts; see `DecodeKernels.choose`."""
     assert cache.positions is not None
     h = cache.lengths.shape[1]
     group = 1 if logits is None else logits.logits.shape[1]
     together = h if choice.together else 1
     members = triton.next_power_of_2(together * group) if choice.kind in (SUMMED, LEAST) else 1
-    overlap = overlaps(cache.lengths.device)
+    overlap = can_overlap(cache.lengths.device)
     _choose_kernel[(len(rows), h // together)](
         cache.positions,
         cache.lengths,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def fetch(pointers):
-    """Have the cache lines of these addresses fetched; nothing waits for them."""
+    """Prefetch the cache lines of these addresses."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.paged import LIST_FULL, OUT_OF_PAGES, FreePages
+from dms_train.kernels.decode.types import LIST_FULL, OUT_OF_PAGES, FreePages
 
 _OUT_OF_PAGES, _LIST_FULL = tl.constexpr(OUT_OF_PAGES), tl.constexpr(LIST_FULL)
 _BLOCK = 128
@@ -96,7 +96,7 @@ def own_page(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A page with this KV list as its only holder: the page or a copy, and whether there is one.
+    """Return a page that only this KV list holds: the page or a copy, and whether it exists.
 
     held is the number of holders. Each releases the page after it has copied it, so that the last
     one may write at once.
@@ -163,19 +163,10 @@ def _own_kernel(
                 )  # fmt: skip
 
 
-def claim(
+def allocate_pages(
     table: Tensor, lengths: Tensor, after: Tensor, lists: Tensor, free: FreePages, page_slots: int
 ) -> None:
-    """Give KV lists the pages that they need for more slots.
-
-    Args:
-        table: int32 [n, p], page numbers; updated.
-        lengths: int32 [n], slots in use; not changed.
-        after: int32 [k], slots that are needed.
-        lists: int64 [k], numbers of the KV lists, all different.
-        free: Where the pages come from; `fault` is set if there are too few.
-        page_slots: Slots of a page.
-    """
+    """Pop pages for KV lists; see `DecodeKernels.allocate_pages`."""
     _claim_kernel[(len(lists),)](
         table,
         lengths,
@@ -191,21 +182,10 @@ def claim(
     )
 
 
-def release(
+def release_pages(
     table: Tensor, lengths: Tensor, after: Tensor, lists: Tensor, free: FreePages, page_slots: int
 ) -> None:
-    """Set the lengths of KV lists and give up the pages behind them.
-
-    A page without another holder is free again.
-
-    Args:
-        table: int32 [n, p], page numbers.
-        lengths: int32 [n], slots in use; updated.
-        after: int32 [k], slots that stay; pages for more of them are already there.
-        lists: int64 [k], numbers of the KV lists, all different.
-        free: Where the pages go; with `holders`.
-        page_slots: Slots of a page.
-    """
+    """Push pages of KV lists; see `DecodeKernels.release_pages`."""
     _release_kernel[(len(lists),)](
         table,
         lengths,
@@ -221,19 +201,10 @@ def release(
     )
 
 
-def own(
+def copy_shared_pages(
     table: Tensor, lengths: Tensor, changed: Tensor, lists: Tensor, pages: Tensor, free: FreePages
 ) -> None:
-    """Have KV lists be the only holders of pages that change: others' pages are copied.
-
-    Args:
-        table: int32 [n, p], page numbers; updated.
-        lengths: int32 [n], slots in use.
-        changed: bool [k, p], pages that change, as far as they are in use.
-        lists: int64 [k], numbers of the KV lists, all different.
-        pages: All of them, [any, 2, s, d].
-        free: Where copies come from; with `holders`. `fault` is set if there are too few.
-    """
+    """Copy shared pages before they change; see `DecodeKernels.copy_shared_pages`."""
     places = table.shape[-1]
     _own_kernel[(len(lists), triton.cdiv(places, _NEIGHBOURS))](
         table,

@@ -1,4 +1,4 @@
-"""What the host learns after a decode step, written into its memory by one kernel."""
+"""Results of a decode step, written into host memory by one kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.launch import can_overlap
 
 _BLOCK = 1024
 _PARTS = 5  # at most
@@ -41,16 +41,11 @@ def _report_kernel(
     _copy(ptr_4, begin, count_4, place, out_ptr)
 
 
-def report(parts: list[Tensor], out: Tensor) -> None:
-    """Concatenate up to five tensors; safe inside a CUDA graph.
-
-    Args:
-        parts: int32, one-dimensional, on the device.
-        out: int32 [sum of their lengths], contiguous; pinned on the host, or on the device.
-    """
+def report_status(parts: list[Tensor], out: Tensor) -> None:
+    """Concatenate tensors in one kernel; see `DecodeKernels.report_status`."""
     missing = _PARTS - len(parts)
     device = parts[0].device
-    overlap = overlaps(device)
+    overlap = can_overlap(device)
     _report_kernel[(triton.cdiv(len(out), _BLOCK),)](
         *parts,
         *[None] * missing,

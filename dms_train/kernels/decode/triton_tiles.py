@@ -17,7 +17,7 @@ LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite, so that differenc
 
 @triton.jit
 def _first_of(pairs, ASM: tl.constexpr):
-    """float16 of the first of two neighbouring e4m3 channels that lie in an int16."""
+    """Return the first of two neighbouring e4m3 channels in an int16, as float16."""
     if ASM:  # two pairs at a time, which the compiler would split
         return tl.inline_asm_elementwise(
             """{
@@ -38,7 +38,7 @@ def _first_of(pairs, ASM: tl.constexpr):
 
 @triton.jit
 def _second_of(pairs, ASM: tl.constexpr):
-    """float16 of the second one."""
+    """Return the second of two neighbouring e4m3 channels in an int16, as float16."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -59,13 +59,13 @@ def _second_of(pairs, ASM: tl.constexpr):
 
 @triton.jit
 def _power(exponent):
-    """2**exponent of int32 in -126 .. 127, from its bits."""
+    """Return 2**exponent for int32 in -126 .. 127, from its bits."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_logits(logit_ptr, logit_slots, scores, slot, size, R: tl.constexpr, R_PAD: tl.constexpr):
-    """Scores of a tile, [R_PAD, TILE], by query head and slot."""
+    """Store the scores of a tile, [R_PAD, TILE], by query head and slot."""
     member = tl.arange(0, R_PAD)[:, None]
     inside = (member < R) & (slot < tl.minimum(size, logit_slots))[None, :]
     tl.store(logit_ptr + member * logit_slots + slot[None, :], scores, mask=inside)
@@ -91,7 +91,7 @@ def attend_tiles(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of query [R_PAD, D_PAD] to tiles begin .. end - 1 of a KV list with `size` slots.
+    """Attend query [R_PAD, D_PAD] to tiles begin .. end - 1 of a KV list with `size` slots.
 
     Scores are in powers of two; `factor` [R_PAD] multiplies q k.
 
@@ -155,12 +155,12 @@ def attend_fp8_tiles(
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """`attend_tiles` over FP8 pages, read as pairs of neighbouring channels.
+    """Attend like `attend_tiles` to FP8 pages, read as pairs of neighbouring channels.
 
-    Products of pairs are split into those of first and of second channels, because bytes
-    cannot be transposed on their way to tensor cores and 16-bit words can. A stored value is
-    `value * 2**-e`: with scores raised by e the weights multiply what is stored and stay below 1,
-    and the sum of weights takes e back.
+    Products of pairs are split into those of first and of second channels, because 16-bit words can
+    be transposed while they are loaded for tensor cores, but bytes cannot. A stored value is
+    `value * 2**-e`. Scores are therefore raised by e, so that the weights stay below 1 and multiply
+    the stored values, and the sum of weights takes e back.
     """
     inner = tl.arange(0, TILE)
     pair = tl.arange(0, D_PAD // 2)[None, :]
@@ -204,7 +204,7 @@ def attend_fp8_tiles(
 
 @triton.jit
 def halved_query(query_at, real, R_PAD: tl.constexpr, D_PAD: tl.constexpr):
-    """First and second channels of a query's pairs in float16, and the power taken out of it.
+    """Return first and second channels of a query's pairs in float16, and the power taken out.
 
     bf16 fits float16 once it is brought below 1; its smallest channels may lose digits.
     """

@@ -34,7 +34,7 @@ def _mix(x):
 
 @triton.jit
 def _logistic(key, layer, head, position):
-    """The variable of `method.noise.logistic_noise` for uint64 counters."""
+    """Return the variable of `method.noise.logistic_noise` for uint64 counters."""
     stream = _mix(key + layer * _GOLDEN)
     stream = _mix(stream + (head + 1) * _GOLDEN)
     bits = _mix(stream + (position + 1) * _GOLDEN) >> _DROPPED
@@ -49,7 +49,7 @@ def decide_eviction(
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HARD: tl.constexpr, NOISY: tl.constexpr,
     MERGES: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of positions of one (sample, KV head)."""
+    """Decide one block of positions of one (sample, KV head)."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups, blocks = tl.num_programs(1), tl.num_programs(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def decide_eviction_backward(
     SHIFT: tl.constexpr, MERGES: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_KEEP: tl.constexpr,
     HAS_STATS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of decisions, from those of alpha, log(1 - alpha) and alpha's sum."""
+    """Compute the gradient of a block of decisions."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -180,7 +180,7 @@ class _Decide(torch.autograd.Function):
 def _bounds(
     documents: PackedDocuments | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """First position and end of every position's document, tokens of every sample."""
+    """Return first position and end of every position's document, and tokens of every sample."""
     if documents is None:
         return None, None, None
     return documents.first, documents.end, documents.tokens
@@ -192,12 +192,12 @@ def decide(
     noise: LayerNoise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Relaxed decisions of one layer.
+    """Compute the relaxed decisions of one layer.
 
     Args:
-        eviction_channel: Borrowed activations, float32 [s, b, g].
+        eviction_channel: Activations of the eviction channel, float32 [s, b, g].
         options: Constants of the method and its training.
-        noise: What the relaxation's noise depends on; None for none.
+        noise: Seeds of the relaxation's noise; None for no noise.
         documents: Documents packed into the samples; None is one document for each sample.
 
     Returns:
@@ -215,13 +215,13 @@ def decide_merges(
     noise: LayerNoise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Relaxed decisions whether tokens continue the slot of their predecessor.
+    """Compute the relaxed decisions whether tokens continue the slot of their predecessor.
 
     Args:
         activation: As for `decide`.
-        options: Likewise.
-        noise: Likewise.
-        documents: Likewise.
+        options: As for `decide`.
+        noise: As for `decide`.
+        documents: As for `decide`.
 
     Returns:
         alpha, float32 [s, b, g], 0 at the first token of a document, which decides nothing, and

@@ -1,17 +1,16 @@
-"""The first kernel of a decode step: embeddings, ready for the first RMSNorm, and RoPE's angles.
+"""First kernel of a decode step: embeddings, input of the first RMSNorm, and RoPE angles.
 
 Shape letters: m tokens, k channels, d head size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.layers.triton_linear import ROWS, Normed
+from dms_train.kernels.layers.triton_linear import ROWS
+from dms_train.kernels.layers.types import EmbeddingTables, NormedInput
 
 
 @triton.jit
@@ -57,47 +56,19 @@ def _embed_kernel(
         tl.store(sin_ptr + entry * D + angle, sin, mask=angle < D)
 
 
-class Tables(NamedTuple):
-    """What the first kernel of a step looks up.
-
-    Attributes:
-        embedding: [vocab, k].
-        cos: [positions, d].
-        sin: [positions, d].
-        last: int64 [rows], the newest token of every cache row.
-    """
-
-    embedding: Tensor
-    cos: Tensor
-    sin: Tensor
-    last: Tensor
-
-
 def embed(
     tokens: Tensor,
     position: Tensor,
     rows: Tensor,
-    tables: Tables,
+    tables: EmbeddingTables,
     *,
     norm: Tensor,
     residual: Tensor,
-    after: Normed,
+    after: NormedInput,
     cos: Tensor,
     sin: Tensor,
 ) -> None:
-    """Start a step: embeddings, prepared for the first RMSNorm, and the angles of RoPE.
-
-    Args:
-        tokens: int64 [m]; -1 for the newest token of the cache row.
-        position: int64 [m].
-        rows: int64 [m], cache rows; -1 for a place that is not used.
-        tables: What is looked up.
-        norm: [k], the first norm's weight.
-        residual: [m, k]; written.
-        after: Of the residual stream; written.
-        cos: [m, d]; written.
-        sin: [m, d]; written.
-    """
+    """Start a step in one kernel; see `LayerKernels.embed`."""
     m, width = residual.shape
     d = cos.shape[-1]
     _embed_kernel[(m, triton.cdiv(width, ROWS))](

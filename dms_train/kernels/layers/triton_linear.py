@@ -1,17 +1,16 @@
-"""Products of few tokens with a weight matrix, as a decode step has them.
+"""Products of few tokens with a weight matrix, for decode steps.
 
 Such a product reads every weight once and computes little. A program reads BLOCK_N rows of the
-weights (or a part of their columns) and keeps several blocks of them on their way; the rest of a
-layer's work is done where its numbers are: RMSNorm before the product, SwiGLU or the residual
-addition behind it.
+weights (or a part of their columns) and keeps several blocks of them in flight. It also does the
+layer's work on the same numbers: RMSNorm before the product, SwiGLU or the residual addition after
+it.
 
-RMSNorm is divided between two products. The one that writes the residual stream also writes it
-times the norm's weight, and the sum of squares of each block of channels. The next one divides its
-results by the root of their mean.
+RMSNorm is divided between two products. The first writes the residual stream, the stream times the
+norm's weight, and the sum of squares of each block of channels. The second divides its results by
+the root of their mean.
 
-On Hopper, a kernel is launched while the one before it still runs. Before it waits for that one's
-end, it fetches its first weights into the L2 cache, or reads all of them where a program has few
-enough to hold.
+On Hopper, a kernel is launched while the previous one still runs. Before it waits for that one, it
+fetches its first weights into the L2 cache, or reads all of them if a program holds few enough.
 
 Shape letters: m tokens, k channels of the input, n of the output, p blocks of the input's channels.
 """
@@ -25,48 +24,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.triton_fetch import fetch
+from dms_train.kernels.launch import can_overlap
+from dms_train.kernels.layers.types import LinearWorkspace, NormedInput
 
 ROWS = 64  # outputs of a program
 _TOKENS = 64  # most tokens of a program
 _PROGRAMS = 96  # products with fewer are split
-_SMALL = 132  # with fewer, which leave multiprocessors idle, blocks are smaller for few tokens
-_HELD = 512  # columns of 16 bits that a program reads before the kernel before has ended
-_FETCHED = 128  # columns brought into the L2 cache before the kernel before has ended
-
-
-class Normed(NamedTuple):
-    """Input of a product before the division that completes its RMSNorm.
-
-    Attributes:
-        scaled: [m, k], the residual stream times the norm's weight.
-        squares: float32 [p, m], sums of squares of the residual stream by block of `ROWS` channels.
-        epsilon: Added to the mean of the squares.
-    """
-
-    scaled: Tensor
-    squares: Tensor
-    epsilon: float
-
-    @classmethod
-    def like(cls, residual: Tensor, epsilon: float) -> Normed:
-        """Memory for that of a residual stream [m, k]."""
-        m, k = residual.shape
-        squares = residual.new_empty(triton.cdiv(k, ROWS), m, dtype=torch.float32)
-        return cls(torch.empty_like(residual), squares, epsilon)
+_SMALL = (
+    132  # with fewer programs some multiprocessors idle, so that blocks are smaller for few tokens
+)
+_HELD = 512  # columns of 16 bits that a program reads before the previous kernel has ended
+_FETCHED = 128  # columns fetched into the L2 cache before the previous kernel has ended
 
 
 class _Tiling(NamedTuple):
-    """How a product is cut.
+    """Launch parameters of a product.
 
     Attributes:
         rows: Outputs of a program.
-        columns: Input channels that are read at a time.
+        columns: Input channels read at a time.
         split: Programs that share the input channels of an output.
-        stages: Blocks of weights on their way at the same time.
+        stages: Blocks of weights in flight.
         warps: Warps of a program.
-        held: Whether a program has one block of weights, which it reads before the kernel before
+        held: Whether a program has one block of weights, which it reads before the previous kernel
             has ended.
     """
 
@@ -78,33 +59,9 @@ class _Tiling(NamedTuple):
     held: bool = False
 
 
-class Workspace(NamedTuple):
-    """Memory for products whose input channels are split; shared by all that follow each other.
-
-    Attributes:
-        parts: float32 [most outputs of a split product * 8 * tokens], sums not yet added.
-        arrived: int32 [blocks of outputs], parts that are written; 0 between launches.
-    """
-
-    parts: Tensor
-    arrived: Tensor
-
-    @classmethod
-    def of(cls, tokens: int, device: torch.device) -> Workspace:
-        """For products with this many tokens.
-
-        Products of fewer than `_PROGRAMS` blocks, or of as many whose weights are held, are split,
-        into at most twice as many programs.
-        """
-        blocks = triton.cdiv(tokens, _TOKENS)
-        parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
-        arrived = torch.zeros(_PROGRAMS * blocks, dtype=torch.int32, device=device)
-        return cls(parts, arrived)
-
-
 @triton.jit
 def _fetch(weight_ptr, row, width, begin, COUNT: tl.constexpr):
-    """Bring COUNT columns of rows of the weights into the L2 cache."""
+    """Fetch COUNT columns of rows of the weights into the L2 cache."""
     column = begin + tl.arange(0, COUNT // 64) * 64  # a cache line holds 64 of 16 bits
     column = tl.minimum(column, width - 1)
     fetch(weight_ptr + row[:, None] * width + column[None, :])
@@ -129,7 +86,7 @@ def _product(
     pair_rows,
     token,
 ):
-    """Rows of the weights times tokens of the input over columns begin .. end - 1.
+    """Multiply rows of the weights by tokens of the input over columns begin .. end - 1.
 
     Returns:
         float32 [BLOCK_N, M], and with PAIR the same for the rows `pair_rows` further on.
@@ -159,7 +116,7 @@ def _product(
 
 @triton.jit
 def _held_weights(weight_ptr, row, n, k, begin, BLOCK_K: tl.constexpr):
-    """The block of weights of a program that has one, [rows, BLOCK_K]."""
+    """Load the block of weights of a program that has one, [rows, BLOCK_K]."""
     channel = begin + tl.arange(0, BLOCK_K)
     at = row.to(tl.int64)[:, None] * k + channel[None, :]
     return tl.load(weight_ptr + at, mask=(row < n)[:, None], other=0.0)
@@ -169,7 +126,7 @@ def _held_weights(weight_ptr, row, n, k, begin, BLOCK_K: tl.constexpr):
 def _held_product(
     x_ptr, weight, token, m, k, begin, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """This block times tokens of the input, float32 [BLOCK_N, M]."""
+    """Multiply this block by tokens of the input, float32 [BLOCK_N, M]."""
     channel = begin + tl.arange(0, BLOCK_K)
     at = token[:, None] * k + channel[None, :]
     x = tl.load(x_ptr + at, mask=(token < m)[:, None], other=0.0)
@@ -181,10 +138,9 @@ def _held_product(
 def _operands(
     row, token, m, n, bias_ptr, squares_ptr, blocks, residual_ptr, norm_ptr, P: tl.constexpr
 ):
-    """What `_finish` combines with a product: squares, bias, residual stream, norm's weight.
+    """Load the operands of `_finish`: squares, bias, residual stream, norm's weight; 0 for none.
 
-    They are read before the product, behind which they would be waited for. Zero where there is
-    none.
+    Loaded before the matrix product, because loading them afterwards would stall the kernel.
     """
     squares, bias, before, norm = 0.0, 0.0, 0.0, 0.0
     if squares_ptr is not None:
@@ -224,7 +180,7 @@ def _finish(
     out_ptr,
     PAIR: tl.constexpr,
 ):
-    """What follows a product: division by the norm, bias, SwiGLU, residual addition, storage."""
+    """Finish a product: divide by the norm, add bias, apply SwiGLU, add to the residual, store."""
     at = token[None, :] * n + row[:, None]
     inside = (row < n)[:, None] & (token < m)[None, :]
     if squares_ptr is not None:
@@ -330,12 +286,12 @@ def _linear_kernel(
 
 
 def _padded(tokens: int) -> int:
-    """Tokens of a program; tensor cores take 16."""
+    """Return the tokens of a program; tensor cores take 16."""
     return min(_TOKENS, max(16, triton.next_power_of_2(tokens)))
 
 
 def _tiling(m: int, n: int, k: int, itemsize: int, *, pair: bool, adds: bool) -> _Tiling:
-    """How a product [m, k] with n outputs is cut; measured on an H200.
+    """Choose the launch parameters of a product [m, k] with n outputs; measured on an H200.
 
     Args:
         m: Tokens.
@@ -361,14 +317,14 @@ def _tiling(m: int, n: int, k: int, itemsize: int, *, pair: bool, adds: bool) ->
 def _launch(
     x: Tensor,
     weight: Tensor,
-    memory: Workspace,
+    memory: LinearWorkspace,
     *,
     n: int,
     bias: Tensor | None = None,
-    normed: Normed | None = None,
+    normed: NormedInput | None = None,
     residual: Tensor | None = None,
     norm: Tensor | None = None,
-    after: Normed | None = None,
+    after: NormedInput | None = None,
     out: Tensor | None = None,
 ) -> None:
     m, k = x.shape
@@ -376,7 +332,7 @@ def _launch(
     tiling = _tiling(m, n, k, x.element_size(), pair=pair, adds=residual is not None)
     width = _padded(m)
     blocks = 1 if normed is None else len(normed.squares)
-    overlap = overlaps(x.device)
+    overlap = can_overlap(x.device)
     _linear_kernel[(triton.cdiv(n, tiling.rows), tiling.split, triton.cdiv(m, width))](
         x,
         weight,
@@ -411,31 +367,42 @@ def _launch(
     )
 
 
-def linear(
-    x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Product of a normalised input, [m, n].
+def normed_input(residual: Tensor, epsilon: float) -> NormedInput:
+    """Allocate the input of products; see `LayerKernels.normed_input`."""
+    m, k = residual.shape
+    squares = residual.new_empty(triton.cdiv(k, ROWS), m, dtype=torch.float32)
+    return NormedInput(torch.empty_like(residual), squares, epsilon)
 
-    Args:
-        x: The input.
-        weight: [n, k], contiguous.
-        memory: Shared with the products before and after.
-        out: [m, n], where the result goes.
-        bias: [n].
+
+def linear_workspace(tokens: int, device: torch.device) -> LinearWorkspace:
+    """Allocate scratch memory for products of this many tokens.
+
+    Products of fewer than `_PROGRAMS` blocks, or of as many whose weights are held, are split into
+    at most twice as many programs.
     """
+    blocks = triton.cdiv(tokens, _TOKENS)
+    parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
+    arrived = torch.zeros(_PROGRAMS * blocks, dtype=torch.int32, device=device)
+    return LinearWorkspace(parts, arrived)
+
+
+def linear(
+    x: NormedInput,
+    weight: Tensor,
+    memory: LinearWorkspace,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply by a weight matrix; see `LayerKernels.linear`."""
     _launch(x.scaled, weight, memory, n=len(weight), bias=bias, normed=x, out=out)
     return out
 
 
-def swiglu_linear(x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor) -> Tensor:
-    """silu(x w_gate^T) * (x w_up^T) of a normalised input, [m, f].
-
-    Args:
-        x: The input.
-        weight: [2 f, k], gates first; contiguous.
-        memory: Shared with the products before and after.
-        out: [m, f], where the result goes.
-    """
+def swiglu_linear(
+    x: NormedInput, weight: Tensor, memory: LinearWorkspace, *, out: Tensor
+) -> Tensor:
+    """Multiply by two weight matrices and apply SwiGLU; see `LayerKernels.swiglu_linear`."""
     _launch(x.scaled, weight, memory, n=len(weight) // 2, normed=x, out=out)
     return out
 
@@ -443,22 +410,13 @@ def swiglu_linear(x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor) 
 def add_linear(
     x: Tensor,
     weight: Tensor,
-    memory: Workspace,
+    memory: LinearWorkspace,
     *,
     residual: Tensor,
     norm: Tensor,
-    after: Normed,
+    after: NormedInput,
 ) -> None:
-    """Add a product to the residual stream, and prepare the next RMSNorm.
-
-    Args:
-        x: Input [m, k], contiguous.
-        weight: [n, k], contiguous.
-        memory: Shared with the products before and after.
-        residual: [m, n], updated in place.
-        norm: [n], the next norm's weight.
-        after: Of the residual stream; written.
-    """
+    """Add a product to the residual stream; see `LayerKernels.add_linear`."""
     _launch(
         x,
         weight,

@@ -30,7 +30,7 @@ _TINY = tl.constexpr(1.1754943508222875e-38)  # of float32
 
 @triton.jit
 def weights_forward(alpha_ptr, weight_ptr, p_ptr, s, WIDTH: tl.constexpr, N: tl.constexpr):
-    """Weights of the averages of N tokens of one row."""
+    """Compute the weights of the averages of N tokens of one row."""
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     total, share = tl.zeros((N,), tl.float32), tl.full((N,), 1.0, tl.float32)
     for m in range(WIDTH):
@@ -50,7 +50,7 @@ def weights_backward(
     alpha_ptr, weight_ptr, p_ptr, d_p_ptr, to_alpha_ptr, to_weight_ptr, s,
     WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What the averages of N tokens add to the gradients of the tokens in them."""
+    """Add the gradients of the averages of N tokens to the tokens in them."""
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     own = (row * s + i) * WIDTH
     total, share = tl.zeros((N,), tl.float32), tl.full((N,), 1.0, tl.float32)
@@ -85,7 +85,7 @@ def weights_gather(
     to_alpha_ptr, to_weight_ptr, d_alpha_ptr, d_weight_ptr, s,
     WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of N tokens of one row: sums over the averages that they are in."""
+    """Compute the gradients of N tokens of one row: sums over the averages that they are in."""
     row, j = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     d_alpha, d_weight = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
     for m in range(WIDTH):
@@ -100,7 +100,7 @@ def weights_gather(
 def band_forward(
     x_ptr, p_ptr, out_ptr, s, d, WIDTH: tl.constexpr, N: tl.constexpr, D: tl.constexpr
 ):
-    """Averages of N tokens of one row."""
+    """Compute the averages of N tokens of one row."""
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     c = tl.arange(0, D)
     total = tl.zeros((N, D), tl.float32)
@@ -121,7 +121,7 @@ def band_backward(
     x_ptr, p_ptr, d_out_ptr, d_x_ptr, d_p_ptr, s, d,
     WIDTH: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of N tokens of one row, and of the weights of their averages."""
+    """Compute the gradients of N tokens of one row, and of the weights of their averages."""
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     c = tl.arange(0, D)
     columns = (c < d)[None, :]
@@ -145,7 +145,7 @@ def band_backward(
 
 
 class _Band(torch.autograd.Function):
-    """out [rows, s, d] of x [rows, s, d] and p [rows, s, width]."""
+    """Compute out [rows, s, d] of x [rows, s, d] and p [rows, s, width]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class _Band(torch.autograd.Function):
 
 
 class _Averages(torch.autograd.Function):
-    """What every token's state consists of, [rows, s, width], from [rows, s] each; float32."""
+    """Weights of the tokens in every state, [rows, s, width], from [rows, s] each; float32."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, weight: Tensor, width: int) -> Tensor:
@@ -198,7 +198,7 @@ class _Averages(torch.autograd.Function):
 def merge(
     key: Tensor, value: Tensor, alpha: Tensor, weight: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """As `dms_train.method.dmc.merge.merge`, in float32.
+    """Merge tokens like `dms_train.method.dmc.merge.merge`, in float32.
 
     Args:
         key: [s, b, g, d].

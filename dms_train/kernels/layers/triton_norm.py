@@ -17,7 +17,7 @@ _CHANNELS_PER_WARP = 512
 def _add_norm_kernel(
     residual_ptr, update_ptr, weight_ptr, sum_ptr, out_ptr, width, epsilon, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One token."""
+    """Add and normalise one token."""
     row = tl.program_id(0).to(tl.int64) * width
     channel = tl.arange(0, BLOCK)
     inside = channel < width
@@ -35,19 +35,7 @@ def _add_norm_kernel(
 def add_norm(
     residual: Tensor, update: Tensor, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Add an update to the residual stream, and normalise the sum.
-
-    The sum is rounded to its dtype; the norm is computed in float32.
-
-    Args:
-        residual: [t, c], contiguous.
-        update: Likewise, of the same dtype.
-        weight: [c], of the norm.
-        epsilon: Added to the mean of the squares.
-
-    Returns:
-        The sum and its RMSNorm, both [t, c].
-    """
+    """Add and normalise in one kernel; see `LayerKernels.add_norm`."""
     t, c = residual.shape
     total, out = torch.empty_like(residual), torch.empty_like(residual)
     block = triton.next_power_of_2(c)

@@ -1,12 +1,12 @@
-"""From which token on, in the order of their logits, top-k and top-p leave the tokens.
+"""Find the lowest-ranked token that top-k and top-p keep, ranking tokens by logit.
 
-A token's place in the order is an integer: the bits of its logit, made to order as the logits do,
-and behind them those of its number, so that of equal logits the first comes before. What top-k
-leaves is then all tokens from a place on, and so is what top-p leaves of these. Both places are
-searched: a kernel adds up the tokens, or their weights, from each of 16 places on, and the next one
-searches between two of these. The first kernel tries places near the best logit; the others then
-skip the arithmetic of most blocks of tokens. Weights are integers, and their sums do not depend on
-how the work is divided.
+The rank of a token is an integer: the bits of its logit, made to order as the logits do, then those
+of its number, so that of equal logits the first one ranks highest. Top-k keeps all tokens from some
+rank on, and top-p keeps all of these from another rank on. Both ranks are searched: a kernel adds
+up the tokens, or their weights, from each of 16 ranks on, and the next kernel searches between two
+of them. The first kernel tries ranks near the best logit; the others then skip the arithmetic of
+most blocks of tokens. Weights are integers, so that their sums do not depend on how the work is
+divided.
 
 Shape letters: b sequences, p parts of the vocabulary.
 """
@@ -20,55 +20,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.layers.sampling_limits import WEIGHT_BITS, Limits
+from dms_train.kernels.launch import can_overlap
+from dms_train.kernels.layers.types import WEIGHT_BITS, RestrictWorkspace, SamplingLimits
 
 _ONE = tl.constexpr(float(2**WEIGHT_BITS))
-_BITS = 4  # that a kernel finds
+_BITS = 4  # found by one kernel
 _STEPS = tl.constexpr(2**_BITS)
 BLOCK = 1024  # tokens
 _PARTS = 128  # most programs of a sequence
-_PROGRAMS = 2048  # about, of all sequences, where these have several
-_ZERO_BITS = {torch.float16: 13, torch.bfloat16: 16}  # at the end, as float32
-
-
-class Workspace(NamedTuple):
-    """Memory of one step.
-
-    Attributes:
-        best: float32 [b, p], the largest logit of each part.
-        lowest: int64 [2, b], the last place that top-k leaves, and that both leave.
-        least: int64 [b], the weight that top-p asks for.
-        sums: int64 [b, 16], of tokens or weights from each place on; 0 between launches.
-        arrived: int32 [b], parts that are finished; 0 between launches.
-    """
-
-    best: Tensor
-    lowest: Tensor
-    least: Tensor
-    sums: Tensor
-    arrived: Tensor
-
-    @classmethod
-    def of(cls, sequences: int, device: torch.device) -> Workspace:
-        """For this many sequences."""
-        lowest = torch.zeros(2, sequences, dtype=torch.int64, device=device)
-        return cls(
-            best=torch.empty(sequences, _PARTS, device=device),
-            lowest=lowest,
-            least=torch.zeros_like(lowest[0]),
-            sums=torch.zeros(sequences, 2**_BITS, dtype=torch.int64, device=device),
-            arrived=torch.zeros(sequences, dtype=torch.int32, device=device),
-        )
+_PROGRAMS = 2048  # about as many in total, if sequences have several
+_ZERO_BITS = {torch.float16: 13, torch.bfloat16: 16}  # trailing zeros of a logit as float32
 
 
 class Order(NamedTuple):
-    """How places are made of logits and tokens.
+    """Composition of ranks.
 
     Attributes:
-        zero_bits: At the end of every logit as float32.
-        token_bits: Of the number of a token.
-        first: The first place of all, a negative number.
+        zero_bits: Trailing zero bits of every logit as float32.
+        token_bits: Bits of the number of a token.
+        first: Lowest rank, a negative number.
     """
 
     zero_bits: int
@@ -77,20 +47,20 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor) -> Order:
-        """For logits [b, vocab]."""
+        """Return the composition for logits [b, vocab]."""
         zero_bits, token_bits = _ZERO_BITS.get(logits.dtype, 0), (logits.shape[1] - 1).bit_length()
         return cls(zero_bits, token_bits, -(1 << (31 - zero_bits + token_bits)))
 
     @property
     def shifts(self) -> range:
-        """Of the bits that each kernel behind the first one finds."""
+        """Shifts of the bits that each kernel after the first one finds."""
         bits = 32 - self.zero_bits + self.token_bits
         return range((bits - 1) // _BITS * _BITS, -1, -_BITS)
 
 
 @triton.jit
-def place_of(logits, token, ZERO_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr):
-    """Places of tokens with these logits, float32; int64."""
+def rank_of(logits, token, ZERO_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr):
+    """Return the ranks of tokens with these logits, float32; int64."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # 0 has one sign
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> ZERO_BITS
     return (bits.to(tl.int64) << TOKEN_BITS) | ((1 << TOKEN_BITS) - 1 - token)
@@ -98,7 +68,7 @@ def place_of(logits, token, ZERO_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr):
 
 @triton.jit
 def best_of(best_ptr, batch, PARTS: tl.constexpr):
-    """The largest logit of a sequence."""
+    """Return the largest logit of a sequence."""
     return tl.max(tl.load(best_ptr + batch * PARTS + tl.arange(0, PARTS)), 0)
 
 
@@ -121,15 +91,15 @@ def _best_kernel(
 
 
 @triton.jit
-def _tried_places(
+def _tried_ranks(
     best, temperature, lowest, shift, ZERO_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr
 ):
-    """The places that a kernel tries, int64 [16], ascending from `lowest`."""
+    """Return the ranks that a kernel tries, int64 [16], ascending from `lowest`."""
     step = tl.arange(0, _STEPS)
     if shift < 0:
         near = (best - (_STEPS - step) * temperature).to(tl.float32)
-        place = place_of(near, (1 << TOKEN_BITS) - 1, ZERO_BITS, TOKEN_BITS)
-        tried = tl.where(step > 0, tl.maximum(place, lowest), lowest)
+        rank = rank_of(near, (1 << TOKEN_BITS) - 1, ZERO_BITS, TOKEN_BITS)
+        tried = tl.where(step > 0, tl.maximum(rank, lowest), lowest)
     else:
         tried = lowest + (step.to(tl.int64) << shift)
     return tried
@@ -173,24 +143,24 @@ def _narrow_kernel(
         lowest = tl.load(lowest_ptr + batch)
     top = best_of(best_ptr, batch, PARTS)
     best = top.to(tl.float64)
-    tried = _tried_places(best, temperature, lowest, shift, ZERO_BITS, TOKEN_BITS)
+    tried = _tried_ranks(best, temperature, lowest, shift, ZERO_BITS, TOKEN_BITS)
     blocks = tl.cdiv(vocab, BLOCK * parts)
     sums = tl.zeros([_STEPS], tl.int64)
     for number in range(blocks):
         token = (part * blocks + number) * BLOCK + tl.arange(0, BLOCK)
         at = logits_ptr + batch.to(tl.int64) * vocab + token
         logits = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        place = place_of(logits, token, ZERO_BITS, TOKEN_BITS)
-        taken = (token < vocab) & (place >= lowest)
+        rank = rank_of(logits, token, ZERO_BITS, TOKEN_BITS)
+        taken = (token < vocab) & (rank >= lowest)
         if tl.max(taken.to(tl.int32), 0) > 0:
             if WEIGHED:
-                behind = logits.to(tl.float64) / temperature - best / temperature
-                behind = tl.where(logits == top, 0.0, behind)  # infinite ones too
-                amount = (tl.exp(behind) * _ONE + 0.5).to(tl.int64)
+                score = logits.to(tl.float64) / temperature - best / temperature
+                score = tl.where(logits == top, 0.0, score)  # infinite ones too
+                amount = (tl.exp(score) * _ONE + 0.5).to(tl.int64)
             else:
                 amount = tl.full([BLOCK], 1, tl.int64)
             amount = tl.where(taken, amount, 0)
-            counted = place[None, :] >= tried[:, None]
+            counted = rank[None, :] >= tried[:, None]
             sums += tl.sum(tl.where(counted, amount[None, :], 0), 1)
     sums_at = sums_ptr + batch * _STEPS + tl.arange(0, _STEPS)
     tl.atomic_add(sums_at, sums, sem="relaxed")
@@ -213,24 +183,40 @@ def _narrow_kernel(
 
 
 def parts_of(vocab: int) -> int:
-    """Most programs of a sequence."""
+    """Return the most programs of a sequence."""
     return min(_PARTS, triton.next_power_of_2(triton.cdiv(vocab, BLOCK)))
 
 
+def restrict_workspace(sequences: int, device: torch.device) -> RestrictWorkspace:
+    """Allocate scratch memory for this many sequences."""
+    lowest = torch.zeros(2, sequences, dtype=torch.int64, device=device)
+    return RestrictWorkspace(
+        best=torch.empty(sequences, _PARTS, device=device),
+        lowest=lowest,
+        least=torch.zeros_like(lowest[0]),
+        sums=torch.zeros(sequences, 2**_BITS, dtype=torch.int64, device=device),
+        arrived=torch.zeros(sequences, dtype=torch.int32, device=device),
+    )
+
+
 def restrict(
-    logits: Tensor, temperature: Tensor, rows: Tensor, limits: Limits, memory: Workspace
+    logits: Tensor,
+    temperature: Tensor,
+    rows: Tensor,
+    limits: SamplingLimits,
+    memory: RestrictWorkspace,
 ) -> None:
-    """Find the places from which on top-k and top-p leave tokens; the host does not wait.
+    """Find the lowest ranks that top-k and top-p keep; the host does not wait.
 
     Args:
         logits: [b, vocab], contiguous.
         temperature: float64 [b]; 0 is not restricted.
-        rows: int64 [b], cache rows; -1 for a place that is not used.
-        limits: Of the sequences.
-        memory: Made for as many sequences or more; `best` and `lowest` are written.
+        rows: int64 [b], cache rows; -1 for an unused batch slot.
+        limits: Limits of the sequences.
+        memory: For at least as many sequences; `best` and `lowest` are written.
     """
     b, vocab = logits.shape
-    overlap, order, parts = overlaps(logits.device), Order.of(logits), parts_of(vocab)
+    overlap, order, parts = can_overlap(logits.device), Order.of(logits), parts_of(vocab)
     constants = {"BLOCK": BLOCK, "PARTS": parts, "OVERLAP": overlap, "launch_pdl": overlap}
     _best_kernel[(b, parts)](logits, memory.best, vocab, **constants)
     programs = max(1, min(parts, _PROGRAMS // b))

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dms_train.kernels.layers.types import EvictionChannel
+
 _ROWS = 32
 
 
@@ -25,28 +27,13 @@ class Heads(NamedTuple):
     key: Tensor
 
     def strides(self) -> tuple[int, ...]:
-        """Of all dimensions but the last."""
+        """Strides of all dimensions except the last."""
         return (*self.query.stride()[:4], *self.key.stride()[:3])
-
-
-class EvictionChannel(NamedTuple):
-    """How the borrowed channel of the first query head of each KV head is scaled.
-
-    Attributes:
-        channel: Its number, from 0.
-        factor: Factor on its activation, a number or float32 [] on the device.
-        clear_after_rope: Whether the factor also acts on the channel after RoPE, so that it is
-            applied exactly once on every path through the eviction channel.
-    """
-
-    channel: int
-    factor: float | Tensor
-    clear_after_rope: bool
 
 
 @triton.jit
 def _turn(x, y, cos, sin, first, second, gain_first, gain_second):
-    """RoPE of one head, with factors on each half and on what it contributes to the other half."""
+    """Apply RoPE to one head, with factors on each half and on its share of the other half."""
     x, y = x * first, y * second
     return x * cos - y * sin * gain_first, y * cos + x * sin * gain_second
 
@@ -133,7 +120,7 @@ def _launch(
 
 
 def rope_table(frequencies: Tensor) -> Tensor:
-    """Cosines and sines float32 [s, 2, d / 2] of megatron's frequencies [s, 1, 1, d]."""
+    """Return cosines and sines, float32 [s, 2, d / 2], of megatron's frequencies [s, 1, 1, d]."""
     half = frequencies.flatten(1)[:, : frequencies.shape[-1] // 2].float()
     return torch.stack([half.cos(), half.sin()], dim=1)
 
@@ -144,7 +131,7 @@ def _rows_of_channels(gradient: Tensor, shape: Any) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """On query [s, b, g, r, d] and key [s, b, g, d]."""
+    """RoPE of query [s, b, g, r, d] and key [s, b, g, d]."""
 
     @staticmethod
     def forward(
@@ -168,7 +155,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """On the projection's output [s, b, g, r + 2, d]: query heads, key and value of each group."""
+    """RoPE of the projection's output [s, b, g, r + 2, d]: a query group, key and value each."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel) -> Any:
@@ -209,13 +196,13 @@ def _turn_back(ctx: Any, d_query: Tensor, d_key: Tensor, d_raw: Tensor | None, o
 def rotate(
     query: Tensor, key: Tensor, table: Tensor, eviction_channel: EvictionChannel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RoPE on queries and keys, with the eviction channel scaled and read out.
+    """Apply RoPE to queries and keys; scale and read out the eviction channel.
 
     Args:
         query: [s, b, g, r, d].
         key: [s, b, g, d].
-        table: Of `rope_table`; contiguous [s, b, 2, d / 2] where each sample has its own rows.
-        eviction_channel: How the borrowed channel is scaled.
+        table: From `rope_table`; contiguous [s, b, 2, d / 2] if each sample has its own rows.
+        eviction_channel: Scaling of the eviction channel.
 
     Returns:
         Query [s, b, g * r, d], key [s, b, g, d] and the eviction channel as it was, float32 [s, b,

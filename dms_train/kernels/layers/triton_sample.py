@@ -1,53 +1,27 @@
-"""The next token of each sequence, drawn from its logits in one kernel.
+"""Sample the next token of each sequence from its logits in one kernel.
 
-Where a sequence has top-k, top-p or min-p, the kernels of `triton_restrict` run before.
+If a sequence has top-k, top-p or min-p, the kernels of `triton_restrict` run first.
 
-The Gumbel-max trick with the numbers of `method.splitmix`, computed in float64 where a token is
-drawn; no noise where the most likely token is taken. Of equal scores the first one wins.
+The Gumbel-max trick with the numbers of `method.splitmix`, in float64. There is no noise at
+temperature 0, which takes the most likely token. Of equal scores the first one wins.
 
 Shape letters: b sequences, p parts of the vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.launch import can_overlap
 from dms_train.kernels.layers import triton_restrict
-from dms_train.kernels.layers.sampling_limits import Limits
-from dms_train.kernels.layers.triton_restrict import BLOCK, Order, best_of, parts_of, place_of
+from dms_train.kernels.layers.triton_restrict import BLOCK, Order, best_of, parts_of, rank_of
+from dms_train.kernels.layers.types import SampleWorkspace, SamplingLimits
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-
-
-class Workspace(NamedTuple):
-    """Memory of one step.
-
-    Attributes:
-        scores: float64 [b, p], best of each part.
-        tokens: int32 [b, p], which token that is.
-        arrived: int32 [b], parts that are finished; 0 between launches.
-        restricted: Of `triton_restrict`.
-    """
-
-    scores: Tensor
-    tokens: Tensor
-    arrived: Tensor
-    restricted: triton_restrict.Workspace
-
-    @classmethod
-    def of(cls, sequences: int, device: torch.device) -> Workspace:
-        """For this many sequences."""
-        arrived = torch.zeros(sequences, dtype=torch.int32, device=device)
-        restricted = triton_restrict.Workspace.of(sequences, device)
-        scores = torch.empty_like(restricted.best, dtype=torch.float64)
-        return cls(scores, torch.empty_like(scores, dtype=torch.int32), arrived, restricted)
 
 
 @triton.jit
@@ -57,9 +31,9 @@ def _shift_right(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(key, place):
-    """Standard Gumbel noise, float64, of the stream `key` at a place from 0."""
-    x = key + (place.to(tl.int64) + 1) * _GOLDEN
+def _gumbel(key, index):
+    """Return standard Gumbel noise, float64, of the stream `key` at an index from 0."""
+    x = key + (index.to(tl.int64) + 1) * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     x = x ^ _shift_right(x, 31)
@@ -69,7 +43,7 @@ def _gumbel(key, place):
 
 @triton.jit
 def _best(scores, tokens):
-    """The highest score and the first token that has it."""
+    """Return the highest score and the first token that has it."""
     best = tl.max(scores, 0)
     first = tl.min(tl.where(scores == best, tokens, 2147483647), 0)
     return best, first
@@ -77,7 +51,7 @@ def _best(scores, tokens):
 
 @triton.jit
 def _drawn(scores, key, token, left):
-    """The highest score with noise among the tokens that are left, and its token."""
+    """Return the highest score with noise among the kept tokens, and its token."""
     return _best(tl.where(left, scores + _gumbel(key, token), float("-inf")), token)
 
 
@@ -122,7 +96,7 @@ def _sample_kernel(
         if temperature > 0:
             scaled, left = scores.to(tl.float64) / temperature, token < vocab
             if lowest_ptr is not None:
-                left &= place_of(scores, token, ZERO_BITS, TOKEN_BITS) >= lowest
+                left &= rank_of(scores, token, ZERO_BITS, TOKEN_BITS) >= lowest
                 left &= (scaled - best_scaled >= floor) | (scores == top)
                 score, first = tl.full([], float("-inf"), tl.float64), winner
                 if tl.max(left.to(tl.int32), 0) > 0:
@@ -149,6 +123,15 @@ def _sample_kernel(
         tl.store(arrived_ptr + batch, 0)
 
 
+def sample_workspace(sequences: int, device: torch.device) -> SampleWorkspace:
+    """Allocate scratch memory; see `LayerKernels.sample_workspace`."""
+    arrived = torch.zeros(sequences, dtype=torch.int32, device=device)
+    restricted = triton_restrict.restrict_workspace(sequences, device)
+    scores = torch.empty_like(restricted.best, dtype=torch.float64)
+    tokens = torch.empty_like(scores, dtype=torch.int32)
+    return SampleWorkspace(scores, tokens, arrived, restricted)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -157,23 +140,12 @@ def sample(
     *,
     tokens: Tensor,
     last: Tensor,
-    memory: Workspace,
-    limits: Limits | None = None,
+    memory: SampleWorkspace,
+    limits: SamplingLimits | None = None,
 ) -> None:
-    """Draw a token for each sequence; the host does not wait.
-
-    Args:
-        logits: [b, vocab], contiguous.
-        temperature: float64 [b]; 0 takes the most likely token.
-        keys: int64 [b], streams of random numbers.
-        rows: int64 [b], cache rows; -1 for a place that is not used.
-        tokens: int64 [b]; written.
-        last: int64 [cache rows]; the token is written to the sequence's row.
-        memory: Made for as many sequences or more.
-        limits: Of the sequences; None where none of them has any.
-    """
+    """Sample a token per sequence; see `LayerKernels.sample`."""
     b, vocab = logits.shape
-    overlap, restricted = overlaps(logits.device), memory.restricted
+    overlap, restricted = can_overlap(logits.device), memory.restricted
     parts = parts_of(vocab)
     if limits is not None:
         triton_restrict.restrict(logits, temperature, rows, limits, restricted)

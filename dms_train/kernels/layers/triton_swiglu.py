@@ -1,4 +1,4 @@
-"""silu(gate) * up in one pass over memory, forward and backward; saves only its input."""
+"""SwiGLU, silu(gate) * up, in one pass over memory each way; saves only its input."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(x[..., :f]) * x[..., f:] for x [..., 2 f], computed in float32."""
+    """Return silu(x[..., :f]) * x[..., f:] for x [..., 2 f], computed in float32."""
     return _SwiGLU.apply(x)

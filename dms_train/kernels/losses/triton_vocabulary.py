@@ -1,4 +1,4 @@
-"""The functions of `vocabulary` as kernels that read every logit once; see there for the formulas.
+"""Losses of `vocabulary` as kernels that read every logit once; see there for the formulas.
 
 A program handles one row. Each thread keeps its own running statistics, so that threads
 communicate only at the end of the row.

@@ -1,15 +1,14 @@
-"""Losses over a vocabulary, row by row, in torch operations; `triton_vocabulary` is the same fused.
+"""Losses over a vocabulary, row by row, in torch operations; `triton_vocabulary` fuses them.
 
-Logits are [rows, width], one row per position. A rank holds a shard of the vocabulary of which the
-first `columns` columns count and the others are padding. A loss is found in three steps: statistics
-of the rank's own columns, which any number of ranks `merge`, and then the gradient, written over
-the logits themselves. A logit may be -inf in both models.
+Logits are [rows, width], one row per position. A rank holds a shard of the vocabulary; the first
+`columns` columns count and the others are padding. A loss takes three steps: statistics of the
+rank's own columns, a merge of the statistics of all ranks, and the gradient, written over the
+logits. A logit may be -inf in both models.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ _LOWEST = torch.finfo(torch.float32).min  # the maximum of no columns; -inf woul
 class Divergence(NamedTuple):
     """KL(p || q) of softmax(logits / temperature), times temperature squared.
 
-    The factor keeps the size of the gradient whatever the temperature is (Hinton, Vinyals and Dean,
-    arXiv:1503.02531, section 2).
+    The factor makes the size of the gradient independent of the temperature (Hinton, Vinyals and
+    Dean, arXiv:1503.02531, section 2).
 
     Attributes:
         direction: `teacher_student` is KL(teacher || student), `student_teacher` the reverse.
@@ -33,28 +32,22 @@ class Divergence(NamedTuple):
 
     @property
     def student_is_q(self) -> bool:
-        """Whether the student is the second distribution."""
+        """True if q is the student."""
         return self.direction == "teacher_student"
 
     def ordered(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """(p, q)."""
+        """Return (p, q)."""
         return (teacher, student) if self.student_is_q else (student, teacher)
 
 
-def backend(device: torch.device) -> Any:
-    """The module with the functions for a device: fused on a GPU, this one elsewhere."""
-    name = "triton_vocabulary" if device.type == "cuda" else "vocabulary"
-    return importlib.import_module(f"dms_train.kernels.losses.{name}")
-
-
 def _scaled(logits: Tensor, columns: int, temperature: float) -> Tensor:
-    """Logits that count, in float32, over the temperature; perhaps the logits themselves."""
+    """Return the logits that count, in float32, over the temperature; may be a view of them."""
     valid = logits[:, :columns].float()
     return valid if temperature == 1 else valid / temperature
 
 
 def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """(maximum [rows], a new tensor of logits less maximum [rows, columns])."""
+    """Return (maximum [rows], a new tensor of logits minus maximum [rows, columns])."""
     if scaled.shape[1] == 0:
         return scaled.new_full(scaled.shape[:1], _LOWEST), scaled.clone()
     top = scaled.amax(-1).clamp_(min=_LOWEST)
@@ -62,12 +55,12 @@ def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """-inf replaced in place by a number whose exponential is 0 too, and 0 times which is 0."""
+    """Replace -inf in place by a finite number whose exponential is 0 too, so that 0 * x is 0."""
     return x.clamp_(min=_LOWEST)
 
 
 def divergence_statistics(p: Tensor, q: Tensor, columns: int, temperature: float) -> Tensor:
-    """float32 [5, rows] of the first `columns` columns of logits p and q.
+    """Return statistics of the first `columns` columns of logits p and q, float32 [5, rows].
 
     With x~ = x / temperature - its maximum: maximum and sum of exp(p~), the same of q, and the sum
     of exp(p~) (p~ - q~).
@@ -80,10 +73,10 @@ def divergence_statistics(p: Tensor, q: Tensor, columns: int, temperature: float
 
 
 def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """From the statistics [ranks, 5, rows] of all ranks to whole rows.
+    """Merge the statistics [ranks, 5, rows] of all ranks.
 
     Returns:
-        KL [rows] in nats, without the factor of the temperature; and what the gradient needs,
+        KL [rows] in nats, without the factor of the temperature; and the inputs of the gradient,
         [5, rows]: maximum and logarithm of the sum for p, the same for q, KL.
     """
     tops_p, sums_p, tops_q, sums_q, dots = statistics.unbind(1)
@@ -97,7 +90,7 @@ def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merged(tops: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(maximum, log of the sum relative to it, factor on each rank's sum)."""
+    """Return (maximum, log of the sum relative to it, factor on each rank's sum)."""
     top = tops.amax(0)
     share = (tops - top).exp()
     return top, (share * sums).sum(0).log(), share
@@ -111,9 +104,9 @@ def divergence_gradient_(
     Args:
         p: Logits [rows, width]; overwritten if the student is p.
         q: Logits [rows, width]; overwritten if the student is q.
-        columns: Those behind get 0.
-        rows: The second result of `merge_divergence`.
-        divergence: Defines which of both is the student.
+        columns: Columns that count; the gradient of the others is 0.
+        rows: Second result of `merge_divergence`.
+        divergence: Direction and temperature.
     """
     t = divergence.temperature
     top_p, log_p, top_q, log_q, kl = rows[..., None]
@@ -128,29 +121,29 @@ def divergence_gradient_(
 
 
 def nll_statistics(logits: Tensor, columns: int) -> Tensor:
-    """float32 [2, rows]: maximum of the first `columns` columns and sum of exp(x - maximum)."""
+    """Return maximum and sum of exp(x - maximum) of the first columns, float32 [2, rows]."""
     top, shifted = _shifted(_scaled(logits, columns, 1.0))
     return torch.stack([top, shifted.exp_().sum(-1)])
 
 
 def merge_nll(statistics: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """From the statistics [ranks, 2, rows] of all ranks and the labels' logits [rows].
+    """Merge the statistics [ranks, 2, rows] of all ranks, with the labels' logits [rows].
 
     Returns:
-        Negative log likelihood [rows] in nats; and what the gradient needs, [2, rows].
+        Negative log likelihood [rows] in nats; and the inputs of the gradient, [2, rows].
     """
     top, log_sum, _ = _merged(*statistics.unbind(1))
     return log_sum - (targets - top), torch.stack([top, log_sum])
 
 
 def nll_gradient_(logits: Tensor, columns: int, rows: Tensor, labels: Tensor) -> None:
-    """Write softmax less one-hot over the logits.
+    """Write softmax minus one-hot over the logits.
 
     Args:
-        logits: [rows, width]; columns behind `columns` get 0.
-        columns: Those that count.
-        rows: The second result of `merge_nll`.
-        labels: int64 [rows], columns of this shard; any value outside of it is another rank's.
+        logits: [rows, width]; overwritten.
+        columns: Columns that count; the gradient of the others is 0.
+        rows: Second result of `merge_nll`.
+        labels: int64 [rows], columns of this shard; any other value belongs to another rank.
     """
     top, log_sum = rows[..., None]
     logits[:, columns:] = 0

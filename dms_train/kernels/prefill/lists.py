@@ -1,4 +1,4 @@
-"""What the kernels of long prompts read and write: tokens, which of them are kept, lists in pages.
+"""Arguments of the prompt kernels: tokens, which of them are kept, and lists in pages.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n queries, s tokens of a chunk
 with those before it that are read densely, p pages of the longest list, d head size. A KV list is
@@ -16,14 +16,14 @@ EDGE = 64
 
 
 class Pages(NamedTuple):
-    """Where the KV lists lie: slot x of a KV list is slot x % s of its page number x // s.
+    """Pages of the KV lists: slot x of a KV list is slot x % s of its page number x // s.
 
     A page holds the keys, then the values of its s slots. Pages are numbered by their distance
-    from the start of `pages`, in pages; they may lie behind that tensor, in another slab.
+    from the start of `pages`, in pages; they may lie after that tensor, in another slab.
 
     Attributes:
         pages: [any, 2, s, d]; s is a power of two.
-        table: int32 [b, h, p], page numbers from 0 on; anything behind the end of a list.
+        table: int32 [b, h, p], page numbers from 0 on; any value after the end of a list.
     """
 
     pages: Tensor
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
     Attributes:
         query: [b, h * r, n, d].
         key: [b, h, s, d].
-        value: Likewise; all of one dtype of 16 or 32 bits.
+        value: [b, h, s, d]; all of one dtype of 16 or 32 bits.
     """
 
     query: Tensor
@@ -45,15 +45,15 @@ class Tokens(NamedTuple):
 
 
 class PrefillChunk(NamedTuple):
-    """Which tokens of a chunk are kept, and where in the lists they go.
+    """Kept tokens of a chunk, and their slots in the lists.
 
     Attributes:
         evicted: bool [b, h, s] by key.
         edges: int32 [b, h, ceil(s / EDGE) + 1], length of a KV list with all kept tokens
             before token EDGE * index in it.
         start: int32 [b], first token that exists.
-        stop: int32 [b], one behind the last token that exists.
-        kept: Number of tokens before `stop` that are kept whatever was decided.
+        stop: int32 [b], one after the last token that exists.
+        kept: Number of tokens before `stop` that are kept regardless of decisions.
     """
 
     evicted: Tensor

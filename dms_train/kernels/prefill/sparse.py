@@ -40,14 +40,14 @@ def count(
     start: Tensor | None = None,
     stop: Tensor | None = None,
 ) -> PrefillChunk:
-    """Which tokens of a chunk are kept, and how long the lists become.
+    """Count which tokens of a chunk are kept, and how long the lists become.
 
     Args:
         evicted: bool [b, h, s] by key.
         before: int32 [b, h], length of the lists before the chunk.
-        kept: Number of last tokens that are kept whatever was decided.
+        kept: Number of last tokens that are kept regardless of decisions.
         start: int32 [b], first token that exists; None for 0.
-        stop: int32 [b], one behind the last token that exists; None for s.
+        stop: int32 [b], one after the last token that exists; None for s.
     """
     from dms_train.kernels.prefill import triton_pack
 
@@ -70,14 +70,14 @@ def extend(
 
     Args:
         tokens: The chunk.
-        chunk: Which of them are kept, from `count`.
+        chunk: From `count`.
         pages: At least `chunk.lengths` slots, of the dtype of `tokens`.
         window: Distance up to which every key is read, in tokens.
         scale: Factor on the scores, above 0.
 
     Returns:
         [b, h * r, n, d]; 0 for queries before the first token or with nothing to read.
-        Outputs behind the last token are unspecified, and finite if keys and values there are.
+        Outputs after the last token are unspecified, and finite if keys and values there are.
 
     Raises:
         KernelError: Head counts or dtypes do not fit together.
@@ -106,30 +106,30 @@ class PrefillState(NamedTuple):
 
 
 def recent_tokens(window: int) -> int:
-    """Tokens before a chunk that are read densely.
+    """Return the number of tokens before a chunk that are read densely.
 
-    One more than the window are needed; with this number, blocks of queries less the window start
-    at an edge.
+    One more than the window would suffice. With this number, blocks of queries minus the window
+    start at an edge.
     """
     return window + EDGE
 
 
 def empty(b: int, h: int, window: int, device: torch.device) -> PrefillState:
-    """Before the first chunk."""
+    """Return the state before the first chunk."""
     counts = torch.zeros(b, h, dtype=torch.int32, device=device)
     none = torch.zeros(b, h, recent_tokens(window), dtype=torch.bool, device=device)
     return PrefillState(counts, counts[:, 0].contiguous(), none)
 
 
 def nothing(b: int, h: int, device: torch.device) -> PrefillState:
-    """Before the first chunk, for callers who know that it is the first; its `evicted` is empty."""
+    """Return the state before a chunk that is known to be the first; its `evicted` is empty."""
     counts = torch.zeros(b, h, dtype=torch.int32, device=device)
     seen = counts.view(-1)[:b]
     return PrefillState(counts, seen, counts.new_empty(b, h, 0, dtype=torch.bool))
 
 
 def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
-    """`PrefillState.slots` of lists that end with their last tokens."""
+    """Return `PrefillState.slots` of lists that end with their last tokens."""
     places = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
     held = -places <= seen.clamp(max=window + 1)[:, None]
     return torch.where(held[:, None], lengths[..., None] + places, -1)
@@ -138,15 +138,7 @@ def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
 def plan_chunk(
     evicted: Tensor, state: PrefillState, window: int, real: Tensor | None = None
 ) -> PrefillChunk:
-    """Which tokens of a chunk and before it are kept; `lengths` is how many slots they need.
-
-    Args:
-        evicted: bool [b, h, recent_tokens(window) + n] by key, of the chunk and of the tokens
-            before it, [b, h, n] after `nothing`; what is not decided yet is False.
-        state: State after the chunk before this one, or `empty`, or `nothing`.
-        window: Distance up to which every key is read, in tokens.
-        real: int32 [b], tokens of the chunk that exist, its first ones; None for n.
-    """
+    """Count the kept tokens of a chunk; see `PrefillKernels.plan_chunk`."""
     recent, kept = recent_tokens(window), window + 1
     if state.evicted.shape[-1] == 0:
         return count(evicted, state.lengths, kept=kept, start=state.seen, stop=real)
@@ -166,21 +158,7 @@ def extend_prompt(
     scale: float,
     evicts: bool = True,
 ) -> Tensor:
-    """Store the next chunk of prompts in the pages of a layer and compute its attention.
-
-    Args:
-        tokens: The chunk; every token is a query, so s is n.
-        chunk: From `plan_chunk`.
-        state: What `plan_chunk` was given.
-        pages: At least `chunk.lengths` slots, in which the tokens of `state` lie.
-        window: Distance up to which every key is read, in tokens.
-        scale: Factor on the scores, above 0.
-        evicts: Whether any token may be evicted. If not, torch's kernels compute a first chunk,
-            which are faster than those that read a list.
-
-    Returns:
-        Output [b, h * r, n, d].
-    """
+    """Store a chunk and compute its attention; see `PrefillKernels.extend_prompt`."""
     from dms_train.kernels.prefill import triton_pack, triton_state
 
     if state.evicted.shape[-1] == 0:
@@ -201,11 +179,11 @@ def extend_prompt(
 
 
 def state_after(chunk: PrefillChunk, state: PrefillState, window: int) -> PrefillState:
-    """State after a chunk.
+    """Return the state after a chunk.
 
     Args:
         chunk: From `plan_chunk`.
-        state: What `plan_chunk` was given.
+        state: State before the chunk.
         window: Distance up to which every key is read, in tokens.
     """
     recent, evicted, real = recent_tokens(window), chunk.evicted, chunk.stop
@@ -219,7 +197,7 @@ def state_after(chunk: PrefillChunk, state: PrefillState, window: int) -> Prefil
 
 
 def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:
-    """Pages of their own for `slots` tokens of each KV list of `like` [b, h, any, d]."""
+    """Allocate pages for `slots` tokens of each KV list of `like` [b, h, any, d]."""
     b, h, _, d = like.shape
     places = max(1, -(-slots // page_slots))
     pages = like.new_empty(b * h * places, 2, page_slots, d)
@@ -230,13 +208,15 @@ def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages
 def _check(tokens: Tokens, pages: Pages) -> None:
     query, key, _ = tokens
     if query.shape[1] % key.shape[1]:
-        raise KernelError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
+        raise KernelError(
+            f"{query.shape[1]} query heads for {key.shape[1]} KV heads: must be a multiple"
+        )
     dtypes = {x.dtype for x in (*tokens, pages.pages)}
     if len(dtypes) > 1:
-        raise KernelError(f"query, key, value and pages differ in dtype: {dtypes}")
+        raise KernelError(f"query, key, value and pages have dtypes {dtypes}: must be one dtype")
     slots = pages.pages.shape[2]
     if slots & (slots - 1):
-        raise KernelError(f"page_slots={slots}: a power of two")
+        raise KernelError(f"page_slots={slots}: must be a power of two")
 
 
 def _pack(tokens: Tokens, chunk: PrefillChunk, pages: Pages) -> None:
@@ -250,7 +230,7 @@ def _attend(tokens: Tokens, chunk: PrefillChunk, pages: Pages, window: int, scal
     from dms_train.kernels.prefill import triton_attention as triton_prefill
 
     call = triton_prefill.Call(tokens, chunk, pages, window, scale)
-    if triton_prefill.suits_hopper(call):
+    if triton_prefill.is_supported_on_hopper(call):
         from dms_train.kernels.prefill import triton_hopper as triton_prefill_hopper
 
         return triton_prefill_hopper.attend(call)

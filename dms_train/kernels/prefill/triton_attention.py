@@ -162,8 +162,8 @@ def choose_tiles(dtype: torch.dtype, d: int, capability: tuple[int, int]) -> Pre
     return PrefillTiles(128, 128, 8, 3) if d <= 128 else PrefillTiles(128, 64, 8, 2)
 
 
-def suits_hopper(call: Call) -> bool:
-    """Whether `triton_hopper` supports this call on this device."""
+def is_supported_on_hopper(call: Call) -> bool:
+    """Return whether `triton_hopper` supports a call on its device."""
     query = call.tokens.query
     return (
         query.is_cuda
@@ -175,7 +175,7 @@ def suits_hopper(call: Call) -> bool:
 
 
 def attend(call: Call, tile: PrefillTiles | None = None) -> Tensor:
-    """The attention of `sparse.extend`, on any GPU."""
+    """Compute the attention of `sparse.extend` on any GPU."""
     (query, key, value), chunk, pages, window, scale = call
     b, hq, n, d = query.shape
     h, s = key.shape[1:3]

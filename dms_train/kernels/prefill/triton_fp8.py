@@ -1,6 +1,6 @@
 """Copies pages of KV lists between FP8 and the dtype in which prompts are computed.
 
-The rule of FP8 pages is that of `kernels.decode.paged`: keys and values of a page each have a power
+The rule of FP8 pages is that of `kernels.decode.types`: keys and values of a page each have a power
 of two that brings them below 256, with one to spare, so that a later token seldom raises it.
 
 Shape letters: k KV lists, p pages of a full KV list, s slots, d head size.
@@ -81,18 +81,10 @@ def _write_kernel(
                 tl.store(exponent_at, exponent.to(tl.int8))
 
 
-def read_pages(
+def read_fp8_pages(
     pages: Tensor, table: Tensor, exponents: Tensor, lengths: Tensor, wide: Tensor
 ) -> None:
-    """Copy the slots in use of KV lists out of FP8 pages; the rest of `wide` keeps its content.
-
-    Args:
-        pages: FP8 [any, 2, s, d].
-        table: int32 [k, p], page numbers.
-        exponents: int8 [k, p, 2].
-        lengths: int32 [k], slots in use.
-        wide: [k, w, 2, s, d] with at least as many pages as are in use; written.
-    """
+    """Copy KV lists out of FP8 pages; see `PrefillKernels.read_fp8_pages`."""
     k, places = table.shape
     _, wide_places, _, slots, d = wide.shape
     _read_kernel[(min(places, _PROGRAMS), k)](
@@ -101,7 +93,7 @@ def read_pages(
     )  # fmt: skip
 
 
-def write_pages(
+def write_fp8_pages(
     wide: Tensor,
     pages: Tensor,
     table: Tensor,
@@ -109,16 +101,7 @@ def write_pages(
     lengths: Tensor,
     changed: Tensor | None,
 ) -> None:
-    """Store KV lists in FP8 pages; slots behind a list become 0.
-
-    Args:
-        wide: [k, w, 2, s, d], the lists.
-        pages: FP8 [any, 2, s, d]; written.
-        table: int32 [k, p], page numbers.
-        exponents: int8 [k, p, 2]; written for the pages that are stored.
-        lengths: int32 [k], slots in use.
-        changed: bool [k, p], pages to store; None for all.
-    """
+    """Store KV lists in FP8 pages; see `PrefillKernels.write_fp8_pages`."""
     k, places = table.shape
     _, wide_places, _, slots, d = wide.shape
     _write_kernel[(min(places, _PROGRAMS), k)](

@@ -1,4 +1,4 @@
-"""The attention of `triton_attention` for Hopper: one warp loads, two groups of warps compute.
+"""Attention of `triton_attention` for Hopper: one warp loads, two warpgroups compute.
 
 The bulk copy engine (TMA) copies tiles into rings of shared memory. Each group computes half of a
 block's queries and keeps two matrix products in flight: the scores of the next tile and the product
@@ -46,7 +46,7 @@ def _load_tile(descriptor, row, column, pipe, t):
 
 @gluon.jit
 def _load_slots(descriptor, table, slot, count, half, pipe, t, PAGE: gl.constexpr):
-    """The same for keys (half 0) or values (half 1) of slots, in parts that lie in one page."""
+    """Load keys (half 0) or values (half 1) of slots, in parts that lie in one page."""
     ring, full, empty = pipe
     STAGES: gl.constexpr = ring.type.shape[0]
     PART: gl.constexpr = descriptor.block_type.shape[0]
@@ -55,7 +55,7 @@ def _load_slots(descriptor, table, slot, count, half, pipe, t, PAGE: gl.constexp
     mbarrier.wait(empty.index(stage), (t // STAGES + 1) & 1)
     mbarrier.expect(full.index(stage), descriptor.block_type.nbytes * PARTS)
     for part in gl.static_range(PARTS):
-        # slots behind the list are masked; any page will do for them
+        # slots after the end of the list are masked, so that any page can be read
         x = gl.minimum(slot + part * PART, count - 1)
         row = (gl.load(table + x // PAGE) * 2 + half) * PAGE + x // PART * PART % PAGE
         into = ring.index(stage).slice(part * PART, PART, 0)
@@ -67,7 +67,7 @@ def _job(number, jobs, order, edges, sizes, BLOCK_M: gl.constexpr, EDGE: gl.cons
     """Row of the batch, KV head, query head, block, edge and kept tokens of job `number`."""
     heads, group, s, n, newest, window = sizes
     blocks = gl.cdiv(n, BLOCK_M)
-    number = gl.minimum(number, jobs - 1)  # numbers behind the last job are prefetched but not run
+    number = gl.minimum(number, jobs - 1)  # later numbers are prefetched but not run
     kv_list = gl.load(order + number // (blocks * group)).to(gl.int32)
     block = blocks - 1 - number % (blocks * group) // group
     edge = gl.maximum(gl.minimum(block * BLOCK_M + s - n - window, newest), 0) // EDGE
@@ -87,7 +87,7 @@ def _announce(number, jobs_pipe, round):
 
 @gluon.jit
 def _announced(jobs_pipe, round):
-    """The job of a round."""
+    """Return the job of a round."""
     mbarrier.wait(jobs_pipe[1].index(round % 2), (round // 2) & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     number = gl.sum(jobs_pipe[0].index(round % 2).load(layout), 0)
@@ -100,7 +100,7 @@ def _produce(
     q_desc, k_desc, v_desc, p_desc, q_steps, k_steps, v_steps, table, places, order, edges, jobs,
     taken, sizes, q_pipe, k_pipe, v_pipe, jobs_pipe, PAGE: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: takes jobs; loads queries, recent tiles and tiles of kept tokens."""
+    """Loading warp: take jobs; load queries, recent tiles and tiles of kept tokens."""
     HALF: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     heads, group, s, n = sizes[0], sizes[1], sizes[2], sizes[3]
@@ -289,7 +289,7 @@ def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def _pipe(descriptor, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring of tiles with its barriers."""
+    """Create a ring of tiles with its barriers."""
     shape: gl.constexpr = descriptor.block_type.shape
     ring = gl.allocate_shared_memory(
         descriptor.dtype, [STAGES, shape[0], shape[1]], descriptor.layout
@@ -349,7 +349,7 @@ def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int
 
 
 def _slots(pages: Tensor, rows: int) -> TensorDescriptor:
-    """All pages as one matrix of slots, also those that lie behind this tensor."""
+    """View all pages as one matrix of slots, including pages after this tensor."""
     page, d = pages.shape[2:]
     part = [min(rows, page), d]
     layout = gl.NVMMASharedLayout.get_default_for(part, gl.bfloat16)
@@ -357,7 +357,7 @@ def _slots(pages: Tensor, rows: int) -> TensorDescriptor:
 
 
 class HopperPrefillTiles(NamedTuple):
-    """Keys of a tile, and tiles that are on their way or being read."""
+    """Keys of a tile, and tiles in flight or being read."""
 
     keys: int
     stages: int
@@ -369,7 +369,7 @@ def choose_tiles(d: int) -> HopperPrefillTiles:
 
 
 def attend(call: Call, tile: HopperPrefillTiles | None = None) -> Tensor:
-    """The attention of `sparse.extend` on Hopper."""
+    """Compute the attention of `sparse.extend` on Hopper."""
     (query, key, value), chunk, pages, window, scale = call
     b, hq, n, d = query.shape
     h, s = key.shape[1:3]

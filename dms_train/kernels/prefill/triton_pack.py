@@ -1,4 +1,4 @@
-"""Copies the kept tokens of a chunk behind each other into the pages of their KV head.
+"""Copy the kept tokens of a chunk contiguously into the pages of their KV head.
 
 Shapes: see `lists`. A KV list is one (sequence, KV head).
 """
@@ -18,7 +18,7 @@ _COUNTED = 128
 
 @triton.jit
 def _survives(evicted, tokens, start, stop, kept, s):
-    """Whether tokens of a KV list are kept; `evicted` points to the first one."""
+    """Return which tokens of a KV list are kept; `evicted` points to the first one."""
     real = (tokens >= start) & (tokens < stop)
     marked = tl.load(evicted + tokens, mask=tokens < s, other=1) != 0
     return real & ((tokens >= stop - kept) | (marked == 0))
@@ -71,7 +71,7 @@ def _pack_kernel(
     heads, s, places, kept,
     PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Copy the kept tokens of a block; the block behind the last clears the end of a page."""
+    """Copy the kept tokens of a block; the block after the last clears the end of a page."""
     block = tl.program_id(0)
     kv_list = tl.program_id(1)
     b, h = kv_list // heads, kv_list % heads
@@ -135,13 +135,13 @@ def count_survivors(
 def pack_survivors(key: Tensor, value: Tensor, chunk: PrefillChunk, pages: Pages) -> None:
     """Append the kept tokens of a chunk to each KV list, in the order of their positions.
 
-    Values behind the list become 0 up to the end of its last page, so that a kernel may multiply
-    them by 0.
+    Values after the end of the list become 0 up to the end of its last page, because a kernel may
+    multiply them by 0.
 
     Args:
         key: [b, h, s, d]; d lies densely.
-        value: Likewise.
-        chunk: Which tokens are kept.
+        value: [b, h, s, d].
+        chunk: Kept tokens.
         pages: At least that many slots.
     """
     b, h, s, d = key.shape

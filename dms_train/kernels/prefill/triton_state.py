@@ -1,7 +1,7 @@
-"""What a chunk of prompts finds in the lists of a paged cache, and what it leaves there.
+"""State of a paged cache before and after a chunk of prompts.
 
-One program looks at one KV list, or at some of its pages, where torch would need a dozen small
-operations for each of these steps.
+One program handles one KV list, or some of its pages. Torch would need a dozen small operations
+for each of these functions.
 
 Shape letters: b sequences, h KV heads, r cache rows, k recent tokens that a chunk includes,
 s tokens of a chunk with the recent ones before it, p pages of the longest list, w window.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dms_train.kernels.prefill.lists import Pages, PrefillChunk
 
-_TOKENS = 128  # of a chunk that are counted at a time
+_TOKENS = 128  # of a chunk, counted at a time
 _PLACES = 64  # pages of a program
-_PAIRS = 2**13  # numbers that are compared or moved at a time
+_PAIRS = 2**13  # numbers compared or moved at a time
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -43,7 +43,7 @@ def _recent_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "s", "recent"])
-def _settle_kernel(
+def _commit_kernel(
     evicted_ptr, edges_ptr, start_ptr, stop_ptr, length_ptr, seen_ptr, rows_ptr, ring_ptr,
     read_ptr, heads, s, edges, recent,
     RING: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, EVICTS: tl.constexpr,
@@ -67,8 +67,8 @@ def _settle_kernel(
         own = tl.maximum(stop - recent, 0).to(tl.int64)
         reads = (recent - first) * own + own * (own + 1) // 2
     older = tl.load(length_ptr + kv_list) - tl.minimum(seen, RING)
-    behind = older.to(tl.int64) * (stop - recent)
-    tl.store(read_ptr + kv_list, reads + behind)
+    older_reads = older.to(tl.int64) * (stop - recent)
+    tl.store(read_ptr + kv_list, reads + older_reads)
     if EVICTS:
         stored = tl.load(rows_ptr + b).to(tl.int64) * heads + kv_list % heads
         length = tl.load(edges_ptr + kv_list * edges + edges - 1)
@@ -86,7 +86,7 @@ def _changed_kernel(
     length_ptr, slot_ptr, changed_ptr, places,
     RECENT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Which of some pages of a KV list hold a recent token, or lie behind the older ones."""
+    """Mark pages of a KV list that hold a recent token, or that follow the older tokens."""
     kv_list = tl.program_id(0)
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     found = tl.zeros([PLACES], tl.int32)
@@ -147,19 +147,7 @@ def _gaps_kernel(
 def read_ring(
     lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, recent: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the recent tokens of some rows are, from a ring as in `kernels.decode.paged`.
-
-    Args:
-        lengths: int32 [r, h].
-        ring: int32 [r, h, w + 1].
-        rows: int64 [b].
-        seen: int32 [b], tokens so far.
-        recent: k, at least w + 1.
-
-    Returns:
-        `lengths` int32 [b, h], `evicted` bool [b, h, k] and `slots` int32 [b, h, k] of a
-        `PrefillState`.
-    """
+    """Read the recent tokens from a ring; see `PrefillKernels.read_ring`."""
     b, h, size = len(rows), lengths.shape[1], ring.shape[-1]
     found = lengths.new_empty(b, h)
     evicted = torch.empty(b, h, recent, dtype=torch.bool, device=ring.device)
@@ -171,7 +159,7 @@ def read_ring(
     return found, evicted, slots
 
 
-def settle(
+def commit_prefill(
     chunk: PrefillChunk,
     lengths: Tensor,
     seen: Tensor,
@@ -181,24 +169,11 @@ def settle(
     rows: Tensor,
     evicts: bool,
 ) -> Tensor:
-    """Count the slots that the queries of a chunk attend, and note its last tokens in the ring.
-
-    Args:
-        chunk: The chunk, whose lists end with its last tokens.
-        lengths: int32 [b, h], before it.
-        seen: int32 [b], tokens before it.
-        recent: How many of them the chunk includes, 0 or k.
-        ring: int32 [r, h, w + 1]; updated.
-        rows: int64 [b].
-        evicts: Whether any token may be marked; otherwise the ring stays.
-
-    Returns:
-        int64 [b, h], summed over the queries.
-    """
+    """Write the ring and count reads; see `PrefillKernels.commit_prefill`."""
     b, h, s = chunk.evicted.shape
     size = ring.shape[-1]
     reads = torch.empty(b, h, dtype=torch.int64, device=ring.device)
-    _settle_kernel[(b * h,)](
+    _commit_kernel[(b * h,)](
         chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, chunk.stop, lengths, seen, rows,
         ring, reads, h, s, chunk.edges.shape[-1], recent,
         RING=size, PADDED=triton.next_power_of_2(size), TOKENS=_TOKENS, EVICTS=evicts, num_warps=4,
@@ -207,17 +182,7 @@ def settle(
 
 
 def changed_pages(lengths: Tensor, slots: Tensor, places: int, page_slots: int) -> Tensor:
-    """Pages that a chunk writes to: of the last tokens, and behind the older ones.
-
-    Args:
-        lengths: int32 [b, h], before the chunk.
-        slots: int32 [b, h, k], where the last tokens lie, -1 for none.
-        places: Pages of the longest list.
-        page_slots: Slots of a page.
-
-    Returns:
-        bool [b, h, places].
-    """
+    """Find the pages that a chunk writes to; see `PrefillKernels.changed_pages`."""
     b, h, recent = slots.shape
     changed = torch.empty(b, h, places, dtype=torch.bool, device=slots.device)
     _changed_kernel[(b * h, triton.cdiv(places, _PLACES))](
@@ -231,7 +196,7 @@ def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
     """Move the last tokens of each list into the slots of those that leave it.
 
     Args:
-        pages: Where the lists lie.
+        pages: Pages of the lists; tokens are moved in place.
         lengths: int32 [b, h], before.
         leaving: int32 [b, h, k], slots of tokens that leave, all different, -1 for none.
     """

@@ -31,7 +31,7 @@ def dms_attention(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The function of `reference.dms_attention`, which states shapes and formula.
+    """Compute attention with a soft eviction bias; see `interface.DMSAttention`.
 
     Packed documents are attended one after the other; their bounds are read on the host.
     """
@@ -68,7 +68,7 @@ def _with_bias(
 
 
 class _Blockwise(torch.autograd.Function):
-    """q [n, s * r, d] scaled, k and v [n, s, d], log_keep [n, s]; to [n, s * r, d]."""
+    """Attend q [n, s * r, d], scaled, to k and v [n, s, d]; log_keep [n, s]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, window: int) -> Tensor:

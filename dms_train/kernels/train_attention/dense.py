@@ -18,7 +18,7 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale + causal) v for query [b, s, hq, d], key and value [b, s, hk, d]."""
+    """Compute softmax(q k^T * scale + causal) v; query [b, s, hq, d], others [b, s, hk, d]."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.is_cuda and q.dtype not in _SIXTEEN_BITS:
         # the one kernel for them that keeps no scores in memory needs as many KV as query heads

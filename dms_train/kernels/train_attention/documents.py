@@ -1,4 +1,4 @@
-"""Documents packed behind each other into one sample: which positions share a document.
+"""Documents packed into one sample: which positions share a document.
 
 `cu_seqlens` is int32 [documents + 1]: 0, then where each document ends, up to the sample's length;
 a document may be empty. It is megatron's and flash-attention's name for the same thing. Positions
@@ -22,7 +22,7 @@ def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def document_slices(cu_seqlens: Tensor, length: int) -> list[slice]:
-    """Where the documents that are not empty lie; copies `cu_seqlens` to the host.
+    """Return the ranges of documents that are not empty; copies `cu_seqlens` to the host.
 
     Raises:
         KernelError: The bounds do not rise from 0 to `length`.

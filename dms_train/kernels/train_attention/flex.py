@@ -1,4 +1,4 @@
-"""The attention as torch's FlexAttention: a compiled template around the bias, for GPUs.
+"""Training attention with torch's FlexAttention: a compiled template around the bias, for GPUs.
 
 Scores never reach memory. Block masks name blocks of keys that a block of queries sees in part or
 as a whole; they are built from block bounds alone, so they cost (T / 128)^2 numbers and not T^2.
@@ -35,7 +35,7 @@ def dms_attention(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The function of `reference.dms_attention`, which states shapes and formula.
+    """Compute attention with a soft eviction bias; see `interface.DMSAttention`.
 
     Raises:
         KernelError: A gradient is required on a CPU, for which FlexAttention has none.
@@ -125,6 +125,6 @@ def _to_block_mask(documents: Tensor, mask: Callable[..., Tensor]) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and these first in its row: int32 [1, 1, ...]."""
+    """Return the number of key blocks of each query block, and their indices: int32 [1, 1, ...]."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]

@@ -36,7 +36,7 @@ class TrainTiles(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """How one problem is run.
+    """Launch plan of one problem.
 
     Attributes:
         forward: Tiles of the forward pass; the lists of live tiles have its block_n.
@@ -44,9 +44,9 @@ class TilePlan(NamedTuple):
             fills lse in whole tiles.
         hopper: Whether the kernels scheduled by hand for Hopper run.
         bulk_sums: Whether sums of dq are added by bulk copies (Hopper and later).
-        precision: Of matrix products of float32.
+        precision: Precision of float32 matrix products.
         processors: Multiprocessors of the GPU.
-        cache_bytes: Its second-level cache.
+        cache_bytes: Bytes of its L2 cache.
     """
 
     forward: TrainTiles
@@ -80,7 +80,7 @@ _forced: list[TilePlan] = []
 
 
 def plan_tiles(dtype: torch.dtype, head_size: int, device: torch.device) -> TilePlan:
-    """The plan for a problem on a device: what was tuned there, or the default.
+    """Return the plan for a problem on a device: the tuned one, or the default.
 
     Raises:
         KernelError: For head sizes above 256.
@@ -113,7 +113,7 @@ def _stored_or_default(dtype: torch.dtype, head_size: int, device: torch.device)
 
 
 def _fit(plan: TilePlan, forward: TrainTiles, backward: TrainTiles) -> bool:
-    """Whether the kernels take stored tiles, which an older version may have written."""
+    """Return whether the kernels support stored tiles, which an older version may have written."""
     if forward.block_m % backward.block_m or ROW_TILE % forward.block_m:
         return False
     shapes = (forward.block_m, *backward[:3])
@@ -141,7 +141,7 @@ def read_tuned(path: Path) -> dict[str, tuple[TrainTiles, TrainTiles]]:
 
 
 def default_plan(dtype: torch.dtype, head_size: int, device: torch.device) -> TilePlan:
-    """The plan of the tables; without a GPU that of the interpreter.
+    """Return the plan of the tables; without a GPU the plan of the interpreter.
 
     Raises:
         KernelError: For head sizes above 256.

@@ -18,7 +18,7 @@ def dms_attention(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + causal + [i - j > window] log(1 - alpha_j)) v.
+    """Compute softmax(q k^T * scale + causal + [i - j > window] log(1 - alpha_j)) v.
 
     Args:
         query: [b, s, hq, d].

@@ -43,7 +43,7 @@ def dms_attention(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The function of `reference.dms_attention`, which states shapes and formula.
+    """Compute attention with a soft eviction bias; see `interface.DMSAttention`.
 
     float16, bfloat16 or float32; log_keep is read as float32. Without a bias torch's own fused
     attention is called unless documents are packed.
@@ -63,7 +63,7 @@ def dms_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """The operators below without torch's dispatcher, whose overhead on the host exceeds theirs."""
+    """Operators below, called without torch's dispatcher, whose host overhead exceeds theirs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -234,13 +234,13 @@ def _prepare(log_keep: Tensor, saved: Saved, p: AttentionShape) -> None:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x [b, s, h, d] as [b, h, s, d] in tiles of rows x columns."""
+    """View x [b, s, h, d] as [b, h, s, d] in tiles of rows x columns."""
     view = aligned(x)
     return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, columns])
 
 
 def _writable(x: Tensor) -> Tensor:
-    """A buffer like x [b, s, h, d] that a descriptor can write; its first d channels are x."""
+    """Allocate a buffer like x [b, s, h, d] that a descriptor can write; return its d channels."""
     step = 16 // x.element_size()
     return x.new_empty(*x.shape[:-1], x.shape[-1] + -x.shape[-1] % step)
 

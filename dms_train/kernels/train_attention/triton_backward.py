@@ -24,7 +24,7 @@ def row_dots(
     o_desc, d_o_desc, delta, length, padded,
     n_heads, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """delta [b, h, padded] = sum over d of o * d_o, both [b, h, s, d]; zeros behind the end."""
+    """Compute delta [b, h, padded] = sum over d of o * d_o, both [b, h, s, d]; then zeros."""
     pair = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     o = load_rows(o_desc, pair // n_heads, pair % n_heads, first, BLOCK, D).to(tl.float32)
@@ -38,7 +38,7 @@ def finish_dq(
     sums, dq, scale, length, sums_h, sums_s, sums_d, stride_b, stride_s, stride_h,
     n_heads, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dq [b, s, h, d] = scale * sums, float32 [b * h, ., .] with the strides sums_*."""
+    """Compute dq [b, s, h, d] = scale * sums, float32 [b * h, ., .] with the strides sums_*."""
     pair = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channels = tl.arange(0, D)
@@ -207,7 +207,7 @@ def query_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, summed in the order of the keys; loops like the forward pass."""
+    """Compute dq of one tile of queries, summed in the order of the keys."""
     n_tiles = tl.cdiv(length, BLOCK_M)
     kv_heads = n_heads // group
     pairs = tl.num_programs(0) // (n_tiles * group)

@@ -24,7 +24,7 @@ def prepare_bias(
 
     Args:
         log_keep: float32 [rows, length], a row per sample and KV head.
-        bias: float32 [rows, n_blocks * BLOCK], zeros behind the end.
+        bias: float32 [rows, n_blocks * BLOCK], zeros after the end.
         blocks: int32 [rows, n_blocks], numbers of the live tiles.
         counts: int32 [rows, n_blocks + 1], live tiles before each tile.
         length: Keys.
@@ -63,13 +63,13 @@ def _online_softmax(scores, v, acc, peak, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_rows(desc, sample, head, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows first .. first + ROWS - 1 of [b, h, s, d]; zeros behind the end."""
+    """Rows first .. first + ROWS - 1 of [b, h, s, d]; zeros after the end."""
     return desc.load([sample, head, first, 0]).reshape([ROWS, D])
 
 
 @triton.jit
 def place_of(n_tiles, pairs, members, section):
-    """Which tile (0 is to run first), pair and member this program has.
+    """Return the tile (0 runs first), pair and member of this program.
 
     Pairs are pairs of sample and KV head. `section` of them run concurrently, as many as fit the
     second-level cache; in a section all members of all pairs have their first tile first.
@@ -94,7 +94,7 @@ def attend(
     """One tile of queries of one head.
 
     Descriptors: [b, h, s, d]. bias, blocks, counts: of `prepare_bias`. lse float32 [b, h, padded]:
-    log2 of the sum of exponentials, +inf behind the end. starts int32 [s]: first position of each
+    log2 of the sum of exponentials, +inf after the end. starts int32 [s]: first position of each
     query's document.
     """
     n_tiles = tl.cdiv(length, BLOCK_M)

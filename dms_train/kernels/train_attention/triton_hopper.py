@@ -38,7 +38,7 @@ def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def _tiles(x: Tensor, rows: int, p: AttentionShape) -> TensorDescriptor:
-    """x [b, s, h, d] as [b, h, s, d] in tiles of `rows` rows."""
+    """View x [b, s, h, d] as [b, h, s, d] in tiles of `rows` rows."""
     return _descriptor(aligned(x), [1, 1, rows, p.width])
 
 

@@ -196,7 +196,7 @@ def attend(
 ):  # fmt: skip
     """One tile of 2 * HALF queries. Descriptors [b, h, s, d]; bias [b * hk * n_blocks * BLOCK_N].
 
-    lse [b, h, padded]: log2 of the sum of exponentials, +inf behind the end.
+    lse [b, h, padded]: log2 of the sum of exponentials, +inf after the end.
     """
     BLOCK_M: gl.constexpr = 2 * HALF
     n_tiles = gl.cdiv(length, BLOCK_M)
@@ -268,6 +268,6 @@ def attend(
 
 @gluon.constexpr_function
 def tile_layout(desc):
-    """The shared-memory layout of a descriptor's last two dimensions."""
+    """Return the shared-memory layout of a descriptor's last two dimensions."""
     layout = desc.layout
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, 2)

@@ -82,7 +82,7 @@ class AttentionShape(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass, beside the output.
+    """Results of the forward pass that the backward pass needs, besides the output.
 
     Attributes:
         lse: float32 [b, hq, padded], log2 of the sums of exponentials.
@@ -98,7 +98,7 @@ class Saved(NamedTuple):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x [b, s, h, d] as [b, h, s, d] whose rows can be copied 16 bytes at a time."""
+    """View x [b, s, h, d] as [b, h, s, d] whose rows can be copied 16 bytes at a time."""
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     strides = x.stride()[:-1]
@@ -118,7 +118,7 @@ def heads_per_program(p: AttentionShape) -> int:
 
 
 def finished_dq(sums: Tensor, query: Tensor, p: AttentionShape) -> Tensor:
-    """The gradient of the queries from sums, float32 [b, h, padded, d] with any strides."""
+    """Return the gradient of the queries from sums, float32 [b, h, padded, d], any strides."""
     dq = torch.empty_like(query, memory_format=torch.contiguous_format)
     finish_dq[(p.b * p.hq, triton.cdiv(p.s, 64))](
         sums, dq, p.scale, p.s, *sums.stride()[1:], *dq.stride()[:3],

@@ -27,7 +27,7 @@ class Trial(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The problem that is timed, a causal one with random decisions."""
+    """Make the timed problem: causal, with random decisions."""
 
     length: int = 8192
     heads: int = 16
@@ -36,7 +36,7 @@ class Load(NamedTuple):
 
 
 def candidates(plan: TilePlan) -> Iterator[TilePlan]:
-    """The plan itself, then its neighbours: one pass changed at a time."""
+    """Yield the plan, then its neighbours: one pass changed at a time."""
     yield plan
     for forward in _neighbours(plan.forward, smallest=16):
         # the kernels for Hopper are written for tiles of 128 queries, backward of 64 by 128 keys
@@ -66,13 +66,13 @@ def tune(
     seconds: float = 60.0,
     note: Callable[[Trial], None] = lambda _: None,
 ) -> Trial:
-    """The fastest candidate within a time budget; it is stored and used from now on.
+    """Find the fastest candidate within a time budget, and store it for later runs.
 
     Args:
-        dtype: Of queries, keys and values.
+        dtype: Dtype of queries, keys and values.
         head_size: Up to 256.
-        device: Where to measure.
-        load: What to measure.
+        device: GPU to measure on.
+        load: Problem to measure.
         seconds: No candidate is started later than this; the default is always measured.
         note: Called with every measurement.
     """

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
-from dms_train.kernels.api import DMSAttention
+from dms_train.kernels.train_attention.interface import DMSAttention
 from dms_train.method.base import MethodOptions
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.eviction_stats import EVICTION_STATS
@@ -166,13 +166,12 @@ class _LayerProjection(NamedTuple):
     def rotated(self, channel: int, *, clear_after_rope: bool) -> tuple[Heads, Tensor]:
         """Rotate with one kernel, which also splits the projection where no norm follows it."""
         from dms_train.kernels.layers import triton_rope
+        from dms_train.kernels.layers.types import EvictionChannel
 
         attention, table = self.attention, self.rope
         assert table is not None
         d = attention.hidden_size_per_attention_head
-        scaled = triton_rope.EvictionChannel(
-            channel % d, attention.method.channel_scale, clear_after_rope
-        )
+        scaled = EvictionChannel(channel % d, attention.method.channel_scale, clear_after_rope)
         if attention.config.qk_layernorm:
             heads = self.heads()
             query, key, raw = triton_rope.rotate(heads.query, heads.key, table, scaled)
@@ -249,9 +248,10 @@ class MethodSelfAttention(SelfAttention):
         """Apply RoPE to query [s, b, g, r, d] and key [s, b, g, d]."""
         if self.method.fused:
             from dms_train.kernels.layers import triton_rope
+            from dms_train.kernels.layers.types import EvictionChannel
 
             assert rotary_pos_emb is not None
-            whole = triton_rope.EvictionChannel(0, 1.0, clear_after_rope=False)
+            whole = EvictionChannel(0, 1.0, clear_after_rope=False)
             turned, key, _ = triton_rope.rotate(query, key, rotary_pos_emb, whole)
             return turned.view(query.shape), key
         cp = self.pg_collection.cp

@@ -16,7 +16,7 @@ from dms_train.mcore import compat
 def apply(config: Any, device: torch.device, *, fused: bool) -> None:
     """Set what this device fuses in megatron's configuration, before a model is built.
 
-    `fused`: whether the kernels around attention run (`kernels.api.fuses`).
+    `fused`: whether the kernels around attention run (`kernels.dispatch.can_fuse`).
     """
     # megatron's name for its slot of an activation; the function in it is ours (see `layer_spec`)
     config.use_te_activation_func = fused

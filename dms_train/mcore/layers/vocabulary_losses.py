@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dms_train.kernels import dispatch
 from dms_train.kernels.losses import vocabulary as vocab_loss
 from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore import compat
@@ -136,7 +137,7 @@ def distillation_kl(
     temperature = divergence.temperature
 
     def row_loss(c: slice, logits: Tensor, differentiable: bool) -> Tensor:
-        kernels = vocab_loss.backend(logits.device)
+        kernels = dispatch.vocabulary_losses(logits.device)
         p, q = divergence.ordered(logits, hidden[c] @ weight.t())
         statistics = kernels.divergence_statistics(p, q, columns, temperature)
         kl, rows = vocab_loss.merge_divergence(_from_all_ranks(statistics, group))
@@ -163,7 +164,7 @@ def next_token_loss(
     local = labels.t().flatten() - group.rank() * width
 
     def row_loss(c: slice, logits: Tensor, differentiable: bool) -> Tensor:
-        kernels = vocab_loss.backend(logits.device)
+        kernels = dispatch.vocabulary_losses(logits.device)
         here = (local[c] >= 0) & (local[c] < width)
         targets = logits.gather(1, torch.where(here, local[c], 0)[:, None])[:, 0]
         targets = torch.where(here, targets.float(), 0.0)

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks import policies_decode
 from benchmarks.__main__ import main
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 pytestmark = pytest.mark.skipif(
-    not decode.runs_on(torch.device("cpu")), reason="needs triton's interpreter"
+    not dispatch.is_supported(torch.device("cpu")), reason="needs triton's interpreter"
 )
 CONTEXT, BUDGET, STEPS = 64, 16, 5
 

@@ -486,13 +486,14 @@ def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["dms-data"])
     monkeypatch.setitem(sys.modules, "math_verify", None)
     refused(capsys, prepare(write_rows([row(0)]), "--filter", "reverify"), "pip install")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "rows.parquet").touch()
-    refused(capsys, prepare(str(tmp_path / "rows.parquet")), "pyarrow", "extra `data`")
+    refused(capsys, prepare(str(tmp_path / "rows.parquet")), "needs pyarrow", "dms-train[data]")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(capsys, prepare("owner/name"), "datasets", "extra `data`")
+    refused(capsys, prepare("owner/name"), "needs datasets", "dms-train[data]")
 
 
 def test_a_data_set_of_the_local_hub_cache_is_read(

@@ -23,7 +23,7 @@ load = hf.load
 
 
 def small_spec(preset: str, **overrides) -> DMSSpec:
-    return PRESETS[preset].override(window=WINDOW, **overrides)
+    return PRESETS[preset].override(window=WINDOW, **overrides).spec
 
 
 def tiny_architecture(family: str, tied: bool = False):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dms_train.inference.accounting import GroupCounts
+from dms_train.inference.accounting import BurstCounts
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method import accounting
@@ -106,7 +106,7 @@ def test_decode_steps_of_a_group_are_counted_one_by_one():
     reads, live = torch.randint(0, 40, (2, *shape), generator=generator, dtype=torch.int32)
     rows, steps, prefill = [2, 0, 3], [5, 1, 3], [True, True, False]
     numbers = (np.array(x) for x in (rows, steps, prefill))
-    counts = GroupCounts(reads.numpy(), live.numpy(), page)
+    counts = BurstCounts(reads.numpy(), live.numpy(), page)
     assert counts.most_live == max(step.sum() for step in live)
     costs = counts.costs(*numbers)
     for cost, row, count, begins in zip(costs, rows, steps, prefill, strict=True):

@@ -24,7 +24,7 @@ def test_every_token_finds_its_sequence_and_its_way_back(seed, single):
     assert batch.tokens.tolist() == [token for _, _, tokens in parts for token in tokens]
     both = torch.stack([batch.tokens, batch.position], -1)
     found, back = [], []
-    for group in batch.groups:
+    for group in batch.micro_batches:
         content = group.take(both)
         back.append(group.flatten(content))
         for row, position, pairs in zip(group.rows.tolist(), group.position, content, strict=True):
@@ -34,9 +34,9 @@ def test_every_token_finds_its_sequence_and_its_way_back(seed, single):
             found.append((row, places[0], tokens))
     assert found == parts
     assert torch.equal(torch.cat(back), both)
-    padded = [group.position.numel() for group in batch.groups]
+    padded = [group.position.numel() for group in batch.micro_batches]
     assert all(n <= 2 * len(flat) for n, flat in zip(padded, back, strict=True))
-    for group in batch.groups:
+    for group in batch.micro_batches:
         assert group.lengths in (None, tuple((group.position >= 0).sum(1).tolist()))
 
 
@@ -52,4 +52,4 @@ def test_every_token_finds_its_sequence_and_its_way_back(seed, single):
 def test_few_groups_whose_padding_is_at_most_as_much_as_their_tokens(lengths, groups):
     parts = [(row, 0, [7] * length) for row, length in enumerate(lengths)]
     batch = TokenBatch.ragged(parts, torch.device("cpu"))
-    assert [len(group.rows) for group in batch.groups] == groups
+    assert [len(group.rows) for group in batch.micro_batches] == groups

@@ -13,7 +13,7 @@ from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import Arrival, CachePolicy, Merge
+from dms_train.inference.policies.base import CachePolicy, Merge, NewTokens
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
@@ -78,7 +78,7 @@ def feed(cache, data, chunks):
     for n in chunks:
         part = slice(start, start + n)
         position = torch.arange(start, start + n).expand(len(rows), n)
-        arrival = Arrival(position, key[:, :, part], value[:, :, part], decisions[:, :, part])
+        arrival = NewTokens(position, key[:, :, part], value[:, :, part], decisions[:, :, part])
         done = cache.step(0, unturned(rows, query[:, :, part], arrival))
         outputs.append(done.output)
         reads.append(done.reads)
@@ -150,7 +150,7 @@ def test_tokens_before_rope_are_decided_cleared_and_rotated(build, clear_after_r
     table = torch.cat([angle, angle], -1)[:, None, None]
     for part in (slice(0, 11), slice(11, 12), slice(12, 30)):
         position = torch.arange(30)[part].expand(2, -1)
-        arrival = Arrival(position, key[:, :, part], value[:, :, part], None)
+        arrival = NewTokens(position, key[:, :, part], value[:, :, part], None)
         step = unturned(torch.arange(2), query[:, :, part], arrival)
         step = step._replace(
             cos=table[part].cos().expand(2, -1, -1, -1, -1),
@@ -238,7 +238,7 @@ def test_random_traffic(steps, eviction):
             key = (position + offset[:, None]).double()[:, None, :, None]
             key = key.expand(-1, HEADS, n, SIZE)
             query = torch.zeros(len(chosen), HEADS * GROUP, n, SIZE, dtype=torch.float64)
-            cache.attend(layer, torch.tensor(chosen), query, Arrival(position, key, key, signal))
+            cache.attend(layer, torch.tensor(chosen), query, NewTokens(position, key, key, signal))
             insertions += HEADS * sum(counts)
         if step % 10 == 0:
             consistent(cache, {at: survivors(seen, spec) for at, seen in history.items()})
@@ -268,7 +268,7 @@ class Tova(CachePolicy):
         mean = received.newest.mean((1, 2))[:, None, :, None]
         return mean.expand_as(slots.state).to(slots.state.dtype)
 
-    def expired(self, slots, at):
+    def evict_mask(self, slots, at):
         held = slots.position >= 0
         score = slots.state[..., 0].masked_fill(~held, torch.inf)
         least = torch.zeros_like(held).scatter(2, score.argmin(2, keepdim=True), True)
@@ -299,7 +299,7 @@ class PairMean(CachePolicy):
 
     needs_content = True
 
-    def expired(self, slots, at):
+    def evict_mask(self, slots, at):
         return (slots.position % 2 == 1)[:, :, None]
 
     def merge(self, slots, evicted):

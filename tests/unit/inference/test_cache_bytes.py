@@ -10,13 +10,15 @@ import torch
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.method.spec import PRESETS
 from tests.unit.inference.conftest import random_ids, small_spec
 from tests.unit.inference.policies.test_requests import IDS, POLICIES, trained_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NEEDS_TRITON = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+NEEDS_TRITON = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 ROWS, LONGEST = 4, 64
 # What kernels compute with in a step; its size depends on the step, not on what is cached.
 WORKSPACES = {"_memory", "_selections", "_choice", "_places", "_wanted", "_query_places"}
@@ -97,6 +99,7 @@ def test_the_cache_of_any_policy_stays_within_its_bytes(folder, policy, own):
         ("window", {"window": 8}),
         ("streaming_llm", {"cr": 2.0, "sinks": 2}),
         ("snapkv", {"cr": 2.0, "window": 8, "kernel": 3}),
+        ("r_kv", {"budget": 20, "window": 8, "kernel": 3, "interval": 3}),
         ("h2o", {"cr": 1.5}),
         ("tova", {"budget": 24}),
         ("quest", {"budget": 4, "page": 4, "dense_layers": 1}),

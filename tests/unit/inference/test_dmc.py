@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dms_train.export.writer import write_export
 from dms_train.hf.formats import read_format, read_spec
-from dms_train.inference.cache.paged_dmc import DMCPagedCache
+from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.method.dmc.spec import DMCSpec
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
@@ -78,15 +78,15 @@ def loaded(directory: Path, kernels: str, **how: Any) -> LLM:
     spec = read_spec(directory)
     assert isinstance(spec, DMCSpec)
     if kernels == "triton":
-        if not decode.runs_on(DEVICE):
+        if not dispatch.is_supported(DEVICE):
             pytest.skip("needs triton")
         if spec.heads == "shared":
             pytest.skip("the kernels decide for each KV head")
         how |= {"device": DEVICE.type}
     llm = LLM(directory, page_slots=4, slab_pages=8, kernels=kernels, **how)
     cache = llm.engine._runner.cache
-    assert isinstance(cache, DMCPagedCache) == (kernels == "triton")
-    if isinstance(cache, DMCPagedCache):  # what an earlier request has left must not matter
+    assert isinstance(cache, MergingPagedCache) == (kernels == "triton")
+    if isinstance(cache, MergingPagedCache):  # what an earlier request has left must not matter
         cache._newest_keys.fill_(torch.nan)
         cache._newest_values.fill_(torch.nan)
     return llm
@@ -112,7 +112,7 @@ def test_logits_and_slots_are_those_of_the_formulas(
 
 @pytest.mark.parametrize("how", [{"cache_dtype": "fp8"}, {"kernels": "triton"}], ids=str)
 def test_one_head_for_all_has_no_kernel(folder: Callable[..., Path], how: dict[str, str]) -> None:
-    if not decode.runs_on(DEVICE):
+    if not dispatch.is_supported(DEVICE):
         pytest.skip("needs triton")
     with pytest.raises(InferenceError, match="heads=shared"):
         LLM(folder("llama", PRESETS["dmc_hardc"]), device=DEVICE.type, **how)

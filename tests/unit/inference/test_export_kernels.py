@@ -16,12 +16,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference import export_pages
 from dms_train.inference.export_pages import ExportPages
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.method.visibility import visible
 from tests.unit.inference.conftest import random_ids, small_spec
 
@@ -45,7 +45,7 @@ def test_they_are_what_the_last_token_sees(folder, oracle, chunk, cache):
 
 
 def test_a_paged_cache_has_none(folder):
-    if not decode.runs_on(torch.device("cpu")):
+    if not dispatch.is_supported(torch.device("cpu")):
         pytest.skip("needs triton's interpreter")
     options = EngineOptions(kernels="triton", max_num_seqs=1, prefill_chunk=8)
     engine = InferenceEngine(folder("llama", None), options)

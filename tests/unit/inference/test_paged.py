@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference import prompt_graphs
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
@@ -17,8 +17,8 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import FP8
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import FP8
 from dms_train.method.accounting import live_slots
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
@@ -27,7 +27,9 @@ from tests.unit.inference.conftest import random_ids, small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WINDOW = readable.WINDOW
-needs_triton = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+needs_triton = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 pytestmark = needs_triton
 
 
@@ -40,8 +42,7 @@ def paged(policy, *, rows=2, stored=None, pages=200):
         page_slots=4,
         pages=pages,
     )
-    sizes = {"layers": 1, "rows": rows, "heads": readable.HEADS}
-    return PagedKVCache(pool, policy, longest=64, **sizes)
+    return PagedKVCache(pool, policy, CacheSizes(1, rows, readable.HEADS, group=1, longest=64))
 
 
 def text(length, **options):

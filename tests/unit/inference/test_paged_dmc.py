@@ -13,19 +13,22 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged_dmc import DMCPagedCache
+from dms_train.inference.cache.paged import CacheSizes
+from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.llm import LLM
 from dms_train.inference.policies.dmc import DMCPolicy
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.kernels.decode import reference
-from dms_train.kernels.decode.paged import FP8
+from dms_train.kernels.decode.types import FP8
 from dms_train.method.dmc.spec import DMCSpec
 from dms_train.method.spec import PRESETS
 from tests.support import plain_dmc
 from tests.unit.inference.conftest import random_ids
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 B, H, R, D, PAGE = 2, 2, 2, 16, 4
 CHUNKS = (11, 1, 1, 1, 6, *(1,) * 16)
 LENGTH = sum(CHUNKS)
@@ -39,11 +42,11 @@ def dmc(alpha_offset: float) -> DMCSpec:
     return spec
 
 
-def empty(spec: DMCSpec) -> DMCPagedCache:
+def empty(spec: DMCSpec) -> MergingPagedCache:
     pool = DevicePool(
         head_size=D, dtype=torch.float32, stored=FP8, device=DEVICE, page_slots=PAGE, pages=200
     )
-    return DMCPagedCache(pool, DMCPolicy(spec), layers=1, rows=B, heads=H, longest=64)
+    return MergingPagedCache(pool, DMCPolicy(spec), CacheSizes(1, B, H, group=R, longest=64))
 
 
 def text() -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +65,7 @@ def angles() -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def feed(cache: DMCPagedCache, spec: DMCSpec, start: int, count: int) -> None:
+def feed(cache: MergingPagedCache, spec: DMCSpec, start: int, count: int) -> None:
     query, key, value = (x[:, start : start + count].contiguous() for x in text())
     cos, sin = (x[start : start + count].float().expand(B, -1, -1) for x in angles())
     step = AttentionStep(

@@ -12,12 +12,14 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import random_ids, small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {"page_slots": 4, "slab_pages": 8, "prefill_chunk": 16, "device": DEVICE.type}
-NEEDS_TRITON = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+NEEDS_TRITON = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 
 
 def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], SamplingParams]]:

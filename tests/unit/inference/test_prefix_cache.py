@@ -11,12 +11,14 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.prefix_cache import PrefixCache
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import WINDOW, random_ids, small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {"device": DEVICE.type, "page_slots": 4, "slab_pages": 8, "prefill_chunk": 16}
-NEEDS_TRITON = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+NEEDS_TRITON = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 COMPACT, DENSE = {"cache": "compact"}, {"cache": "dense"}
 PAGED = pytest.param("dms", {"kernels": "triton"}, marks=NEEDS_TRITON, id="dms-triton")
 FP8 = pytest.param(

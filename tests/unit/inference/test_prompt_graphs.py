@@ -11,12 +11,12 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.prompt_graphs import PromptGraphs, chunk_sizes
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import random_ids, small_spec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
-    not decode.runs_on(torch.device(DEVICE)), reason="needs triton's interpreter"
+    not dispatch.is_supported(torch.device(DEVICE)), reason="needs triton's interpreter"
 )
 SIZES = {"kernels": "triton", "device": DEVICE, "max_model_len": 128, "page_slots": 4}
 CHUNK = 24

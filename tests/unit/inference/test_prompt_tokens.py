@@ -9,14 +9,14 @@ import pytest
 from dms_train.inference.devices import Fetched
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import SamplingParams
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import random_ids
 from tests.unit.inference.test_requests import DEVICE, GREEDY, ROWS, directory, run, start, usage
 
 __all__ = ["directory", "start"]  # fixtures
 
 pytestmark = pytest.mark.skipif(
-    not decode.runs_on(DEVICE), reason="needs triton's interpreter, or a GPU"
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter, or a GPU"
 )
 DRAWN = SamplingParams(max_tokens=5, temperature=0.9, seed=3)
 LIMITED = replace(DRAWN, top_p=0.5, top_k=20)

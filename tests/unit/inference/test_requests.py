@@ -16,7 +16,7 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.models import fused
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.kernels.prefill import sparse
 from tests.unit.inference.conftest import random_ids, small_spec
 
@@ -28,7 +28,9 @@ CACHES = [
     {"kernels": "reference", "cache": "dense"},
     pytest.param(
         {"kernels": "triton"},
-        marks=pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter"),
+        marks=pytest.mark.skipif(
+            not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+        ),
     ),
 ]
 
@@ -248,7 +250,7 @@ def test_an_interrupted_turn_closes_the_conversation(directory, monkeypatch):
     assert llm.generate([1], GREEDY)[0].finished
 
 
-@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 def test_a_step_too_many_is_not_counted(start):
     """Requests stop in the middle, at tokens and times that the next steps could not know.
 
@@ -289,7 +291,7 @@ def test_a_step_too_many_is_not_counted(start):
             "triton",
             4,
             marks=pytest.mark.skipif(
-                not decode.runs_on(DEVICE), reason="needs triton's interpreter"
+                not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
             ),
         ),
     ],
@@ -345,7 +347,7 @@ RESTRICTED = [
 ]
 
 
-@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("final_only", [False, True])
 def test_top_k_top_p_and_min_p_are_decoded_by_the_kernels(start, final_only):
     """In groups where no request is streamed; more requests than rows, of different parameters."""
@@ -372,7 +374,7 @@ def test_top_k_top_p_and_min_p_are_decoded_by_the_kernels(start, final_only):
 
 
 @pytest.mark.skipif(
-    DEVICE.type == "cuda" or not decode.runs_on(DEVICE),
+    DEVICE.type == "cuda" or not dispatch.is_supported(DEVICE),
     reason="needs triton's interpreter: a graph is replayed without this function",
 )
 def test_requests_without_top_k_top_p_and_min_p_run_no_kernels_for_them(start, monkeypatch):
@@ -388,7 +390,7 @@ def test_requests_without_top_k_top_p_and_min_p_run_no_kernels_for_them(start, m
     assert len(calls) == 3  # behind the prompt as well
 
 
-@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("how", [{}, {"final_only": True}], ids=["streamed", "sampled by the host"])
 def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
     engine = start(kernels="triton", decode_steps=4)
@@ -406,7 +408,7 @@ def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
     assert engine.decoded_steps > steps
 
 
-@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_request_whose_time_is_over_keeps_the_tokens_on_their_way(start, steps):
     prompt, params = random_ids(5), replace(GREEDY, max_tokens=20)
@@ -434,7 +436,7 @@ def costs(output: CompletionOutput) -> dict:
     return found | {"cr_factors": output.kv.cr_factors.tolist()}
 
 
-@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 def test_a_conversation_goes_on_behind_a_step_too_many(directory):
     """A turn of one token, whose place in the batch is that of the dropped step."""
     found = []
@@ -450,15 +452,15 @@ def test_a_conversation_goes_on_behind_a_step_too_many(directory):
     assert found[0] == found[1]
 
 
-@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 def test_steps_of_many_sequences_run_the_layers_of_the_decoder(start, monkeypatch):
     """A product of more sequences than a program takes would read its weights several times."""
     decoder = start(kernels="reference")._runner.model.decoder
-    assert fused.suits(decoder, 64)
-    assert fused.suits(decoder, 65)  # its weights are small
+    assert fused.can_fuse(decoder, 64)
+    assert fused.can_fuse(decoder, 65)  # its weights are small
     monkeypatch.setattr(fused, "_CACHED_BYTES", 0)
-    assert fused.suits(decoder, 64)
-    assert not fused.suits(decoder, 65)
+    assert fused.can_fuse(decoder, 64)
+    assert not fused.can_fuse(decoder, 65)
     monkeypatch.setattr(fused, "_SEQUENCES", 0)
     monkeypatch.delattr(fused.FusedDecoder, "logits")
     prompt = random_ids(5)

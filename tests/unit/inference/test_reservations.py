@@ -15,13 +15,13 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.scheduler import Scheduler
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import random_ids, small_spec
 from tests.unit.inference.test_paged import feed, paged, text
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
-    not decode.runs_on(torch.device(DEVICE)), reason="needs triton's interpreter"
+    not dispatch.is_supported(torch.device(DEVICE)), reason="needs triton's interpreter"
 )
 SIZES = {"kernels": "triton", "device": DEVICE, "max_model_len": 96, "page_slots": 4}
 SIZES |= {"prefill_chunk": 16, "max_num_batched_tokens": 48}

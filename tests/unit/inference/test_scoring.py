@@ -12,7 +12,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.token_scores import HostScores, token_scores
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import (
     random_ids,
@@ -25,7 +25,7 @@ from tests.unit.inference.test_prefix_cache import computed, leaks
 SIZES = {"page_slots": 4, "slab_pages": 8, "prefill_chunk": 16}
 DMS = small_spec("dms")
 NEEDS_TRITON = pytest.mark.skipif(
-    not decode.runs_on(torch.device("cpu")), reason="needs triton's interpreter"
+    not dispatch.is_supported(torch.device("cpu")), reason="needs triton's interpreter"
 )
 PROMPT_ONLY = SamplingParams(max_tokens=0, prompt_logprobs=1)
 CHOICES = [random_ids(n, seed=90 + n) for n in (1, 7, 3, 20)]

@@ -44,6 +44,7 @@ def best(query, keys, page, wanted, last):
 def test_the_best_pages_are_read_by_the_heads_that_chose_them(multiple, group, last, equal):
     """More pages than a program bounds, an unused place, and pages that are all alike."""
     from dms_train.kernels.decode import triton_attention, triton_bounds
+    from dms_train.kernels.decode.types import AttentionTuning, PageBudget, PageSelection
 
     shape = Shape(group=group, page_slots=2, places=45, d=24, device=DEVICE)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
@@ -52,13 +53,13 @@ def test_the_best_pages_are_read_by_the_heads_that_chose_them(multiple, group, l
         cache.pages.copy_(torch.where(cache.pages.isnan(), cache.pages, 0.5))
     query = torch.randn(3, 2 * group, 24, generator=shape.draw(), device=DEVICE)
     rows, count = torch.tensor([2, -1, 1], device=DEVICE), torch.tensor([3, 5, 99], device=DEVICE)
-    wanted = triton_bounds.Wanted(count, multiple, last)
-    memory = triton_bounds.Selection.of(3, cache, group, multiple)
+    wanted = PageBudget(count, multiple, last)
+    memory = PageSelection.of(3, cache, group, multiple)
     read = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
-    triton_bounds.select(query, cache, page_bounds(cache), rows, wanted, memory, read)
+    triton_bounds.select_pages(query, cache, page_bounds(cache), rows, wanted, memory, read)
     some = cache._replace(table=memory.table, lengths=memory.lengths)
     places = torch.tensor([0, -1, 2], device=DEVICE)
-    work = triton_attention.workspace(query, cache, triton_attention.Tuning(tile=16, per_sm=2))
+    work = triton_attention.attention_workspace(query, cache, AttentionTuning(tile=16, per_sm=2))
     output = triton_attention.attend(query, some, places, 0.2, work, readers=memory.heads)
     page = 2 * multiple
     for i, row in ((0, 2), (2, 1)):

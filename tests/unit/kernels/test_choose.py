@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dms_train.kernels.decode import reference
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels.decode.types import (
     CHOSEN,
     LEAST,
     MAXIMUM,
@@ -14,8 +14,10 @@ from dms_train.kernels.decode.paged import (
     OLDEST,
     SUM,
     SUMMED,
+    AttentionTuning,
     Choice,
     Decisions,
+    SlotLogits,
 )
 from tests.support import paged_cases as problems
 from tests.support.paged_cases import Shape
@@ -53,16 +55,16 @@ def test_the_same_tokens_leave_as_in_loops(way, heads):
     cache, scores = with_positions(shape)
     loops = problems.copied(cache)
     summed, rule = scores.cpu().double(), Decisions(CHOSEN)
-    logits = triton_attention.SlotLogits(
+    logits = SlotLogits(
         torch.zeros(3 * heads, heads, 64, device=DEVICE),
         torch.zeros(3 * heads, heads, device=DEVICE),
     )
-    tuning = triton_attention.Tuning(tile=16, per_sm=2)
+    tuning = AttentionTuning(tile=16, per_sm=2)
     for t in range(STEPS):
         at = t - torch.tensor(START, device=DEVICE)
         step = problems.random_step(shape, at.clamp(min=-1), t)._replace(signal=None)
         rotated = triton_append.append(step, cache, rule)
-        memory = triton_attention.workspace(rotated, cache, tuning)
+        memory = triton_attention.attention_workspace(rotated, cache, tuning)
         output = triton_attention.attend(rotated, cache, step.rows, scale, memory, logits=logits)
         triton_choose.choose(cache, choice, step.rows, step.position, logits=logits, scores=scores)
         plain = problems.on_cpu(step)
@@ -91,11 +93,9 @@ def test_weights_follow_from_logits(per_sm):
     cache = problems.filled_cache(shape, lengths)
     query = torch.randn(3, 4, 16, generator=shape.draw(), device=DEVICE)
     rows = torch.tensor([2, 0, 1], device=DEVICE)
-    tuning = triton_attention.Tuning(tile=16, per_sm=per_sm)
-    memory = triton_attention.workspace(query, cache, tuning)
-    logits = triton_attention.SlotLogits(
-        torch.zeros(6, 2, 64, device=DEVICE), torch.zeros(6, 2, device=DEVICE)
-    )
+    tuning = AttentionTuning(tile=16, per_sm=per_sm)
+    memory = triton_attention.attention_workspace(query, cache, tuning)
+    logits = SlotLogits(torch.zeros(6, 2, 64, device=DEVICE), torch.zeros(6, 2, device=DEVICE))
     triton_attention.attend(query, cache, rows, 0.25, memory, logits=logits)
     for i, row in enumerate(rows.tolist()):
         for head in range(2):

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from dms_train.kernels.decode import reference
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels.decode.types import (
     ALWAYS,
     FP8,
     LIST_FULL,
     NEVER,
     OUT_OF_PAGES,
     SIGNAL,
+    AttentionTuning,
     Decisions,
     PagedCache,
 )
@@ -42,8 +43,8 @@ def attend():
     from dms_train.kernels.decode import triton_attention as triton_decode
 
     def _attend(query, cache, rows, scale, per_sm=1):
-        tuning = triton_decode.Tuning(tile=16, per_sm=per_sm)
-        memory = triton_decode.workspace(query, cache, tuning)
+        tuning = AttentionTuning(tile=16, per_sm=per_sm)
+        memory = triton_decode.attention_workspace(query, cache, tuning)
         output = triton_decode.attend(query, cache, rows, scale, memory)
         assert int(memory.arrived.abs().sum()) == 0
         return output
@@ -58,7 +59,7 @@ def test_tiles_on_their_way_of_few_kv_lists(rows: int, evicts: bool, stages: int
     pages, lists = torch.empty(1, 2, 16, 64), torch.zeros(rows, 8, dtype=torch.int32)
     cache = PagedCache(pages, lists[..., None], lists, lists[..., None], None, None)
     query = torch.empty(rows, 32, 64)
-    assert triton_decode.workspace(query, cache, evicts=evicts).tuning.stages == stages
+    assert triton_decode.attention_workspace(query, cache, evicts=evicts).tuning.stages == stages
 
 
 @pytest.mark.parametrize("name", sorted(problems.rules(5)))

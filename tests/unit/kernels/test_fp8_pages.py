@@ -8,11 +8,13 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference.cache.wide_pages import WidePages
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import FP8
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import FP8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 HEADS, PLACES, SLOTS, SIZE = 2, 6, 4, 24
 TABLE = torch.tensor([[[7, 3, 9, 1, 0, 0], [2, 8, 4, 0, 0, 0]]], dtype=torch.int32, device=DEVICE)
 LENGTHS = torch.tensor([[14, 9]], dtype=torch.int32, device=DEVICE)  # the last pages are not full

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
+from dms_train.kernels.layers.types import EmbeddingTables
 from dms_train.method.splitmix import uniform
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-if not decode.runs_on(DEVICE):
+if not dispatch.is_supported(DEVICE):
     pytest.skip("needs triton", allow_module_level=True)
 
 triton_linear = pytest.importorskip("dms_train.kernels.layers.triton_linear")
@@ -33,7 +34,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> Any:
     """Return a residual stream as the product before it leaves it."""
-    after = triton_linear.Normed.like(x, EPSILON)
+    after = triton_linear.normed_input(x, EPSILON)
     after.scaled.copy_(x * weight)
     for number, block in enumerate(x.split(triton_linear.ROWS, 1)):
         after.squares[number] = block.square().sum(1)
@@ -49,7 +50,7 @@ def test_a_product_of_a_normalised_input(m: int, n: int, k: int, bias: bool) -> 
     torch.manual_seed(m + n)
     x, norm, weight = normal(m, k), normal(k), normal(n, k, scale=0.1)
     added = normal(n) if bias else None
-    memory = triton_linear.Workspace.of(m, DEVICE)
+    memory = triton_linear.linear_workspace(m, DEVICE)
     out = triton_linear.linear(normed(x, norm), weight, memory, out=normal(m, n), bias=added)
     wide = F.rms_norm(x.double(), (k,), norm.double(), EPSILON)
     close(out, F.linear(wide, weight.double(), None if added is None else added.double()))
@@ -60,7 +61,7 @@ def test_a_product_of_a_normalised_input(m: int, n: int, k: int, bias: bool) -> 
 def test_swiglu_behind_a_pair_of_products(m: int, f: int, k: int) -> None:
     torch.manual_seed(m)
     x, norm, weight = normal(m, k), normal(k), normal(2 * f, k, scale=0.1)
-    memory = triton_linear.Workspace.of(m, DEVICE)
+    memory = triton_linear.linear_workspace(m, DEVICE)
     out = triton_linear.swiglu_linear(normed(x, norm), weight, memory, out=normal(m, f))
     wide = F.rms_norm(x.double(), (k,), norm.double(), EPSILON) @ weight.double().T
     close(out, F.silu(wide[:, :f]) * wide[:, f:])
@@ -73,7 +74,10 @@ def test_a_product_added_to_the_residual_stream(m: int, n: int, k: int) -> None:
     """Split products leave their counters at 0, so that a second call adds the same again."""
     torch.manual_seed(n)
     x, weight, norm, residual = normal(m, k), normal(n, k, scale=0.1), normal(n), normal(m, n)
-    memory, after = triton_linear.Workspace.of(m, DEVICE), triton_linear.Normed.like(residual, 0.0)
+    memory, after = (
+        triton_linear.linear_workspace(m, DEVICE),
+        triton_linear.normed_input(residual, 0.0),
+    )
     expected = residual.double()
     for _ in range(2):
         triton_linear.add_linear(x, weight, memory, residual=residual, norm=norm, after=after)
@@ -93,8 +97,8 @@ def test_products_of_programs_that_hold_their_weights(m: int, n: int, k: int) ->
     torch.manual_seed(m)
     assert triton_linear._tiling(m, n, k, 2, pair=False, adds=True).held
     x, weight, norm, bias = (normal(*shape).half() for shape in ((m, k), (n, k), (n,), (n,)))
-    residual, memory = normal(m, n).half(), triton_linear.Workspace.of(m, DEVICE)
-    after, before = triton_linear.Normed.like(residual, 0.0), residual.double()
+    residual, memory = normal(m, n).half(), triton_linear.linear_workspace(m, DEVICE)
+    after, before = triton_linear.normed_input(residual, 0.0), residual.double()
     scaled = weight * 0.1
     triton_linear.add_linear(x, scaled, memory, residual=residual, norm=norm, after=after)
     product = x.double() @ scaled.double().T
@@ -110,7 +114,7 @@ def test_products_of_programs_that_hold_their_weights(m: int, n: int, k: int) ->
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 200])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_the_workspace_holds_the_parts_of_every_product(m: int, itemsize: int) -> None:
-    memory, held = triton_linear.Workspace.of(m, torch.device("cpu")), 0
+    memory, held = triton_linear.linear_workspace(m, torch.device("cpu")), 0
     blocks = -(-m // 64)
     for n in range(1, 14_000, 61):
         for k in range(96, 9_300, 160):
@@ -129,14 +133,14 @@ def test_the_workspace_holds_the_parts_of_every_product(m: int, itemsize: int) -
 def test_a_step_starts_with_known_and_with_sampled_tokens() -> None:
     torch.manual_seed(0)
     width, d = 150, 6
-    tables = triton_embed.Tables(
+    tables = EmbeddingTables(
         normal(20, width), normal(9, d), normal(9, d), torch.tensor([4, 5, 6], device=DEVICE)
     )
     tokens, position, rows = torch.tensor(
         [[7, -1, -1, 3], [8, 0, 2, 0], [1, 2, 0, -1]], device=DEVICE
     )
     norm, residual, (cos, sin) = normal(width), normal(4, width), normal(2, 4, d)
-    after = triton_linear.Normed.like(residual, EPSILON)
+    after = triton_linear.normed_input(residual, EPSILON)
     triton_embed.embed(
         tokens, position, rows, tables, norm=norm, residual=residual, after=after, cos=cos, sin=sin
     )
@@ -157,7 +161,7 @@ def test_tokens_are_drawn_with_the_numbers_of_the_generator(vocab: int) -> None:
     keys = torch.randint(-(2**62), 2**62, (5,), device=DEVICE)
     rows = torch.tensor([2, -1, 0, 1, 3], device=DEVICE)
     tokens, last = torch.zeros_like(rows), torch.full((4,), -7, device=DEVICE)
-    memory = triton_sample.Workspace.of(8, DEVICE)
+    memory = triton_sample.sample_workspace(8, DEVICE)
     triton_sample.sample(logits, temperature, keys, rows, tokens=tokens, last=last, memory=memory)
     noise = -(-uniform(keys, vocab).log()).log()
     drawn = (logits.double() / temperature[:, None].clamp(min=1e-9) + noise).argmax(-1)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-if not decode.runs_on(DEVICE):
+if not dispatch.is_supported(DEVICE):
     pytest.skip("needs triton", allow_module_level=True)
 
 triton_norm = pytest.importorskip("dms_train.kernels.layers.triton_norm")

@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import LIST_FULL, OUT_OF_PAGES, FreePages
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import LIST_FULL, OUT_OF_PAGES, FreePages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-if not decode.runs_on(DEVICE):
+if not dispatch.is_supported(DEVICE):
     pytest.skip("needs triton", allow_module_level=True)
 
 SLOTS, LISTS, PLACES, PAGES = 4, 6, 300, 700
@@ -24,7 +24,7 @@ def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def test_lists_grow_and_shrink_and_no_page_is_lost() -> None:
     """A page that two lists hold is free when both have released it."""
-    draw, kernels = random.Random(0), decode.page_kernels()
+    draw, kernels = random.Random(0), dispatch.triton_kernels()
     free = FreePages.all_of(PAGES, DEVICE)
     table = torch.zeros(LISTS, PLACES, dtype=torch.int32, device=DEVICE)
     lengths = torch.zeros(LISTS, dtype=torch.int32, device=DEVICE)
@@ -33,9 +33,9 @@ def test_lists_grow_and_shrink_and_no_page_is_lost() -> None:
         after = [draw.choice((0, 3, 4, 50, 700)) for _ in some]
         lists = tensor(some, torch.int64)
         held = lengths.tolist()
-        kernels.claim(table, lengths, tensor(after), lists, free, SLOTS)
+        kernels.allocate_pages(table, lengths, tensor(after), lists, free, SLOTS)
         assert lengths.tolist() == held
-        kernels.release(table, lengths, tensor(after), lists, free, SLOTS)
+        kernels.release_pages(table, lengths, tensor(after), lists, free, SLOTS)
         assert lengths[lists].tolist() == after
         used = [
             table[i, : -(-length // SLOTS)].tolist() for i, length in enumerate(lengths.tolist())
@@ -47,18 +47,18 @@ def test_lists_grow_and_shrink_and_no_page_is_lost() -> None:
 
 
 def test_a_shared_page_is_released_by_its_last_holder() -> None:
-    kernels, free = decode.page_kernels(), FreePages.all_of(10, DEVICE)
+    kernels, free = dispatch.triton_kernels(), FreePages.all_of(10, DEVICE)
     table = torch.zeros(2, 8, dtype=torch.int32, device=DEVICE)
     lengths = tensor([0, 0])
-    kernels.claim(table, lengths, tensor([9]), tensor([0], torch.int64), free, SLOTS)
+    kernels.allocate_pages(table, lengths, tensor([9]), tensor([0], torch.int64), free, SLOTS)
     table[1], lengths[:] = table[0], 9
     free.holders[table[0, :3]] = 2
     nothing = tensor([0])
-    kernels.release(table, lengths, nothing, tensor([0], torch.int64), free, SLOTS)
+    kernels.release_pages(table, lengths, nothing, tensor([0], torch.int64), free, SLOTS)
     assert int(free.left) == 7
-    kernels.release(table, lengths, tensor([5]), tensor([1], torch.int64), free, SLOTS)
+    kernels.release_pages(table, lengths, tensor([5]), tensor([1], torch.int64), free, SLOTS)
     assert int(free.left) == 8
-    kernels.release(table, lengths, nothing, tensor([1], torch.int64), free, SLOTS)
+    kernels.release_pages(table, lengths, nothing, tensor([1], torch.int64), free, SLOTS)
     assert sorted(free.numbers[:10].tolist()) == list(range(1, 11))
     assert free.holders.eq(1).all()
 
@@ -69,5 +69,7 @@ def test_what_does_not_fit_is_noted(slots: int, fault: int) -> None:
     places = 20 if fault == OUT_OF_PAGES else 8
     table = torch.zeros(1, places, dtype=torch.int32, device=DEVICE)
     lists = tensor([0], torch.int64)
-    decode.page_kernels().claim(table, tensor([0]), tensor([slots]), lists, free, SLOTS)
+    dispatch.triton_kernels().allocate_pages(
+        table, tensor([0]), tensor([slots]), lists, free, SLOTS
+    )
     assert int(free.fault) == fault

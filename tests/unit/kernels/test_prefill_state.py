@@ -9,14 +9,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import FreePages
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import FreePages
 from dms_train.kernels.prefill import triton_state
 from dms_train.kernels.prefill.lists import Pages
 from dms_train.kernels.prefill.sparse import count, recent_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 WINDOW, PAGE, HEADS, ROWS = 5, 4, 2, 4
 RECENT = recent_tokens(WINDOW)
 
@@ -62,7 +64,7 @@ def test_a_chunk_is_counted_and_noted_in_the_ring(recent, seen, real, evicts):
     lengths = older + on_device(held)[:, None]
     ring = torch.full((ROWS, HEADS, WINDOW + 1), -7, dtype=torch.int32, device=DEVICE)
     place = on_device(rows, torch.int64)
-    reads = triton_state.settle(
+    reads = triton_state.commit_prefill(
         chunk, lengths, on_device(seen), recent=recent, ring=ring, rows=place, evicts=evicts
     )
     for i in range(b):
@@ -134,7 +136,7 @@ def test_a_shared_page_is_copied_before_it_changes():
     changed = on_device([[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]], torch.bool)
     lists = on_device([0, 1, 2], torch.int64)
     lengths = on_device([3 * PAGE, 2 * PAGE, 2 * PAGE + 1])
-    decode.page_kernels().own(table, lengths, changed, lists, pages, free)
+    dispatch.triton_kernels().copy_shared_pages(table, lengths, changed, lists, pages, free)
     assert table[1].tolist() == [4, 5, 0, 0]
     assert [table[0, 1].item(), *table[2, :2].tolist()] == [2, 1, 2]
     copies = [table[0, 0].item(), table[0, 2].item(), table[2, 2].item()]
@@ -147,5 +149,5 @@ def test_a_shared_page_is_copied_before_it_changes():
     assert (int(free.left), int(free.fault)) == (3, 0)
     taken = on_device([2], torch.int64)
     free.left.fill_(0)
-    decode.page_kernels().own(table, lengths, ~changed[2:], taken, pages, free)
+    dispatch.triton_kernels().copy_shared_pages(table, lengths, ~changed[2:], taken, pages, free)
     assert int(free.fault)  # no page is left for a copy

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 from dms_train.kernels.train_attention.reference import dms_attention
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
@@ -163,6 +163,6 @@ def test_sixteen_bit_inputs_keep_their_dtype_and_get_single_precision_scores() -
 
 
 def test_backends_go_by_name() -> None:
-    assert api.backend("reference") is dms_attention
+    assert dispatch.train_attention("reference") is dms_attention
     with pytest.raises(KeyError):
-        api.backend("other")
+        dispatch.train_attention("other")

@@ -7,16 +7,18 @@ import importlib
 import pytest
 import torch
 
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 2050, 6), (1, 1, 1023, 1024, 3), (2,)], ids=str)
 def test_parts_follow_each_other_in_the_memory_of_the_host(lengths):
-    report = importlib.import_module("dms_train.kernels.decode.triton_report").report
+    report = importlib.import_module("dms_train.kernels.decode.triton_report").report_status
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randint(-9, 9, (n,), generator=draw, dtype=torch.int32) for n in lengths]
     row = torch.full((3, sum(lengths)), 99, dtype=torch.int32)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.options import SamplingParams
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.layers.sampling_limits import Limits
+from dms_train.kernels import dispatch
+from dms_train.kernels.layers.types import SamplingLimits
 from tests.support import sampling_truth
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-if not decode.runs_on(DEVICE):
+if not dispatch.is_supported(DEVICE):
     pytest.skip("needs triton", allow_module_level=True)
 
 triton_restrict = pytest.importorskip("dms_train.kernels.layers.triton_restrict")
@@ -41,8 +41,8 @@ def sampled(logits: Tensor, params: list[SamplingParams], keys: Tensor) -> list[
     top_k = torch.tensor([p.top_k for p in params], device=DEVICE)
     rows = torch.arange(len(params), device=DEVICE)
     tokens, last = torch.full_like(rows, -7), torch.full_like(rows, -7)
-    memory = triton_sample.Workspace.of(len(params), DEVICE)
-    limits = Limits(top_k, top_p, log_min_p)
+    memory = triton_sample.sample_workspace(len(params), DEVICE)
+    limits = SamplingLimits(top_k, top_p, log_min_p)
     triton_sample.sample(
         logits, temperature, keys, rows, tokens=tokens, last=last, memory=memory, limits=limits
     )
@@ -145,8 +145,8 @@ def test_a_place_that_is_not_used_writes_nothing_for_a_sequence() -> None:
     rows = torch.tensor([1, -1, 0], device=DEVICE)
     half = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
     tokens, last = torch.zeros_like(rows), torch.full((3,), -7, device=DEVICE)
-    limits = Limits(torch.full_like(rows, 3), half, half.log())
-    memory = triton_sample.Workspace.of(4, DEVICE)
+    limits = SamplingLimits(torch.full_like(rows, 3), half, half.log())
+    memory = triton_sample.sample_workspace(4, DEVICE)
     triton_sample.sample(
         logits, half, rows, rows, tokens=tokens, last=last, memory=memory, limits=limits
     )

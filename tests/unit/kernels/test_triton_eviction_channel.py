@@ -12,7 +12,7 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
 
-from dms_train.kernels.layers.triton_rope import EvictionChannel
+from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method.spec import PRESETS
 from tests.support import eviction_channel_cases
 

@@ -14,7 +14,7 @@ if torch.cuda.is_available():
 
 from megatron.core import utils as megatron_utils
 
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
@@ -41,7 +41,9 @@ def outcome(
     if packed:
         batches = [tiny.packed(batch, [[11, 1, 9], [8, 16]]) for batch in batches]
     totals = engine.forward_backward(StepPlan(step=3, target_cr=8.0, **plan), batches)
-    assert engine._method.fused == api.fuses(api.choose("auto", view.device))
+    assert engine._method.fused == dispatch.can_fuse(
+        dispatch.choose_train_attention("auto", view.device)
+    )
     return totals.token_loss + totals.aux_loss, totals.reads, engine.hf_gradients()
 
 
@@ -62,7 +64,7 @@ def test_a_step_is_the_same(
 ) -> None:
     plan = {"packed": False, **plan}
     loss, reads, gradients = outcome(view, family, preset, recompute, **plan)
-    monkeypatch.setattr(api, "fuses", lambda _: True)
+    monkeypatch.setattr(dispatch, "fuses", lambda _: True)
     fused_loss, fused_reads, fused = outcome(view, family, preset, recompute, **plan)
     assert fused_loss == pytest.approx(loss, rel=1e-5)
     assert fused_reads == pytest.approx(reads, rel=1e-5)

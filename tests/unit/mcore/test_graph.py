@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
@@ -30,7 +30,7 @@ def scale(value: float) -> torch.Tensor:
 
 
 def state(preset: str, fused_on: torch.device | None) -> MethodState:
-    return MethodState(PRESETS[preset], api.backend("reference"), fused_on=fused_on)
+    return MethodState(PRESETS[preset], dispatch.train_attention("reference"), fused_on=fused_on)
 
 
 def test_inputs_take_another_microbatch_at_the_same_addresses() -> None:

@@ -16,7 +16,7 @@ from dms_train.evaluation.tasks.base import Aggregate, Document
 from dms_train.inference.accounting import KVTrace
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.method.visibility import visible
 from tests.unit.hf.conftest import load
 from tests.unit.inference.conftest import WINDOW, folder, oracle, random_ids, small_spec
@@ -28,7 +28,9 @@ ENGINES = [
     pytest.param(
         {"kernels": "triton", "decode_steps": 3, "device": DEVICE.type},
         WINDOW + 4,
-        marks=pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter"),
+        marks=pytest.mark.skipif(
+            not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+        ),
     ),
 ]
 

@@ -22,7 +22,7 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.inference.errors import InferenceError
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import WINDOW
 
 CPU = torch.device("cpu")
@@ -221,7 +221,7 @@ def test_a_policy_is_chosen_by_its_name_with_options_as_keys(target, sheets):
     assert found == {"budget": 9, "expected": True, "targets": 3}
 
 
-@pytest.mark.skipif(not decode.runs_on(CPU), reason="needs triton's interpreter")
+@pytest.mark.skipif(not dispatch.is_supported(CPU), reason="needs triton's interpreter")
 def test_fp8_pages_are_another_configuration_with_fewer_bytes(target, sheets, tmp_path):
     few = ("task.limit=1", "sweep.widths=[1]", "sweep.lengths=[0.002]", "model.max_num_seqs=1")
     found = {

@@ -9,7 +9,7 @@ import torch
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import Arrival
+from dms_train.inference.policies.base import NewTokens
 
 HEADS, GROUP, SIZE, LENGTH = 2, 2, 6, 40
 SCALE = 1 / math.sqrt(SIZE)
@@ -80,7 +80,7 @@ def attend(cache, data, done, counts, layer=0):
         position[place, :count] = torch.arange(done[row], done[row] + count)
         for part, x in zip(parts, data, strict=True):
             part[place, :, :count] = x[row, :, done[row] : done[row] + count]
-    arrival = Arrival(position, parts[1], parts[2], None)
+    arrival = NewTokens(position, parts[1], parts[2], None)
     return cache.attend(layer, torch.tensor(list(counts)), parts[0], arrival)
 
 

@@ -11,9 +11,10 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.blocks import rotary_frequencies, rotary_tables
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies import r_kv, registry
+from dms_train.inference.policies.attention_scores import smoothed, window_attention
 from dms_train.inference.policies.base import (
-    Arrival,
     CachePolicy,
+    NewTokens,
     NoOptions,
     PolicyKind,
     RequestSizes,
@@ -26,7 +27,6 @@ from dms_train.inference.policies.quest import QuestOptions, QuestPolicy
 from dms_train.inference.policies.r_kv import combined, redundancy
 from dms_train.inference.policies.registry import build_policy, parse_options, policy_names
 from dms_train.inference.policies.rotation import moved_by
-from dms_train.inference.policies.snapkv import smoothed, window_attention
 from dms_train.method.spec import PRESETS
 from tests.unit.inference.conftest import tiny_architecture
 
@@ -127,9 +127,9 @@ def test_positions_in_the_cache():
     slots = Slots(0, torch.arange(10)[None, None], torch.zeros(1, 1, 10, 0))
     slots = slots._replace(sequences=sequences(end=10))
     at = torch.tensor([[9, 4]])
-    held = ~policy.expired(slots, at)[0, 0]
+    held = ~policy.evict_mask(slots, at)[0, 0]
     assert held[0].nonzero().flatten().tolist() == [0, 1, 6, 7, 8, 9]
-    moved = policy.moved(slots, at)
+    moved = policy.position_shift(slots, at)
     read = torch.arange(10) + moved.by[0, 0] * moved.slots[0, 0]
     assert (read[held[0]] - 4).tolist() == [0, 1, 2, 3, 4, 5]
     assert moved.by[0].tolist() == [4, 0]
@@ -145,7 +145,7 @@ def test_entries_of_the_memory_pool():
     cache.assign(0, RequestSizes(1, 4, 0))
     for t, value in enumerate([1.0, 3, 5, 2]):
         key = torch.full((1, 1, 1, 2), value, dtype=torch.float64)
-        arrival = Arrival(torch.tensor([[t]]), key, key, None)
+        arrival = NewTokens(torch.tensor([[t]]), key, key, None)
         done = cache.attend(0, torch.tensor([0]), torch.zeros_like(key), arrival)
     assert cache.positions(0)[0][0].tolist() == [1, 3]
     assert done.reads.tolist() == [[2]]
@@ -251,7 +251,7 @@ def test_a_policy_of_another_distribution(monkeypatch):
     class Last(CachePolicy):
         """Reads one token."""
 
-        def expired(self, slots, at):
+        def evict_mask(self, slots, at):
             return slots.position[:, :, None] < at[:, None, :, None]
 
     monkeypatch.setattr(registry, "_registered", {})

@@ -10,8 +10,8 @@ from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.policy_hooks import merged
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import (
-    Arrival,
     CachePolicy,
+    NewTokens,
     RequestSizes,
     Sequences,
     Slots,
@@ -239,7 +239,7 @@ def selected(position, votes, budget):
     state[0, 0, :, 1] = torch.tensor(votes)
     policy = HardKVPolicy(HardKVOptions(budget=budget, window=1, sinks=0, upper=1.0))
     slots = Slots(0, torch.tensor(position)[None, None], state, sequences=Sequences(1, *one, {}))
-    evicted = policy.expired(slots, one[1][None] - 1)[0, 0, 0]
+    evicted = policy.evict_mask(slots, one[1][None] - 1)[0, 0, 0]
     return {p for p, out in zip(position, evicted.tolist(), strict=True) if not out}
 
 
@@ -277,7 +277,7 @@ def test_heads_that_share_their_budgets_of_two(score, position, left):
 class FirstOfEachHead(CachePolicy):
     """Leaves 3, 5 and 8 tokens to three heads when the ninth arrives."""
 
-    def expired(self, slots, at):
+    def evict_mask(self, slots, at):
         count = torch.tensor([3, 5, 8])[:, None, None]
         late = (at[:, None, :, None] >= 8) & (slots.position[:, :, None] < 8)
         return late & (slots.position[:, :, None] >= count)
@@ -296,7 +296,7 @@ def test_tokens_that_are_masked_padded_or_packed_give_the_same_attention():
         cache.assign(0, RequestSizes(8, 9, 0))
         for part in (slice(0, 8), slice(8, 9)):
             position = torch.arange(9)[None, part]
-            arrival = Arrival(position, key[:, :, part], value[:, :, part], None)
+            arrival = NewTokens(position, key[:, :, part], value[:, :, part], None)
             found = cache.attend(0, row, query[:, :, part], arrival)
         outputs.append(found.output)
         held.append(cache.live(row)[0, 0] - 1)  # without the ninth

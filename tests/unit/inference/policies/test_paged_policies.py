@@ -12,12 +12,14 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
 from tests.unit.inference.conftest import random_ids, small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 LENGTHS = (6, 1, 9)
 

@@ -39,6 +39,7 @@ LISTED = [
     ("hard_kv", {"cr": 3.0, **HARD, "base": "r_kv", "merge": "fixed_budget"}),
     ("knorm", {"cr": 2.0}),
     ("keydiff", {"budget": 12}),
+    ("keydiff", {"budget": 10, "interval": 3, "block": 8}),
     ("quest", {"budget": 8, "page": 4}),
 ]
 SMALL = {"budget": 12, "cr": 2, "window": 8}  # what a policy has of these, the first one

@@ -11,7 +11,7 @@ import torch
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.policy_hooks import merged
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import Arrival, RequestSizes, Sequences, Slots
+from dms_train.inference.policies.base import NewTokens, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
 from tests.unit.inference.policies.rules import (
     FREQUENCY,
@@ -329,7 +329,7 @@ def test_the_token_that_leaves_a_known_attention_matrix(name, left, prefill):
         count = min(policy.max_tokens(request, done), 5 - done)
         part = slice(done, done + count)
         position = torch.arange(done, done + count)[None]
-        arrival = Arrival(position, key[:, :, part], key[:, :, part], None)
+        arrival = NewTokens(position, key[:, :, part], key[:, :, part], None)
         cache.attend(0, torch.tensor([0]), query[:, :, part], arrival)
         done += count
     assert set(range(5)) - set(cache.positions(0)[0][0].tolist()) == left

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 
-class KVLists:
-    """Which pages of a pool the KV lists hold, and how many slots of them; empty at first.
+class PageTables:
+    """Page tables and lengths of the KV lists of a cache; empty at first.
 
     Every list has a number among those of all layers and rows. The host does not wait.
 
     Args:
-        pool: Where the pages come from.
+        pool: Pool of the pages.
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
@@ -47,19 +47,19 @@ class KVLists:
         self.shared_pages = [0] * rows
 
     def numbers(self, layer: int, rows: Tensor) -> Tensor:
-        """Numbers of the lists of rows [b] in a layer: int64 [b * h]."""
+        """Return the numbers of the lists of rows [b] in a layer: int64 [b * h]."""
         return self._numbers[layer, rows].flatten()
 
     def places(self) -> Tensor:
-        """Places of a page table by number, int64 [p]."""
+        """Return the places of a page table by number, int64 [p]."""
         return torch.arange(self.tables.shape[-1], device=self.pool.device)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Pages that hold so many slots."""
+        """Return the pages that hold so many slots."""
         return (slots + self.pool.page_slots - 1) // self.pool.page_slots
 
-    def claim(self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor) -> Tensor:
-        """Have pages for `lengths` int32 [b * h] slots, which are reserved; nothing moves.
+    def allocate(self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor) -> Tensor:
+        """Allocate pages so that lists can hold `lengths` int32 [b * h] slots; they are reserved.
 
         Args:
             layer: Layer number.
@@ -70,7 +70,7 @@ class KVLists:
         Returns:
             Page tables of the rows, int32 [b, h, p].
         """
-        decode.page_kernels().claim(
+        dispatch.triton_kernels().allocate_pages(
             self.tables.flatten(0, 2),
             self.lengths.view(-1),
             lengths,
@@ -80,19 +80,19 @@ class KVLists:
         )
         return self.tables[layer, rows]
 
-    def own(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
+    def copy_on_write(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
         """Copy shared pages before they change; pages for the copies are reserved.
 
         Args:
             layer: Layer number.
             rows: int64 [b].
             lists: Their `numbers`.
-            changed: Which of the pages are written, bool [b, h, p].
+            changed: Pages that are written, bool [b, h, p].
 
         Returns:
             Page tables of the rows afterwards, int32 [b, h, p].
         """
-        decode.page_kernels().own(
+        dispatch.triton_kernels().copy_shared_pages(
             self.tables.flatten(0, 2),
             self.lengths.view(-1),
             changed.flatten(0, 1),
@@ -103,7 +103,7 @@ class KVLists:
         return self.tables[layer, rows]
 
     def release(self, lists: Tensor, lengths: Tensor) -> None:
-        """Set the lengths of lists, int32 [n], and give back the pages behind them."""
+        """Set the lengths of lists, int32 [n], and give back the pages after them."""
         self._release(self.tables.flatten(0, 2), self.lengths.view(-1), lengths, lists)
 
     def free(self, rows: Tensor) -> None:
@@ -122,7 +122,7 @@ class KVLists:
         self._release(tables, lengths, self._nothing[: len(lengths)], lists)
 
     def _release(self, tables: Tensor, lengths: Tensor, after: Tensor, lists: Tensor) -> None:
-        """As `release`, of these page tables with these lengths."""
-        kernels, size = decode.page_kernels(), self.pool.page_slots
-        kernels.release(tables, lengths, after, lists, self.pool.free, size)
-        self.pool.changed()
+        """Do as `release` for these page tables with these lengths."""
+        kernels, size = dispatch.triton_kernels(), self.pool.page_slots
+        kernels.release_pages(tables, lengths, after, lists, self.pool.free, size)
+        self.pool.mark_stale()

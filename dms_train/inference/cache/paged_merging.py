@@ -1,9 +1,9 @@
-"""The paged cache for DMC: states that continue overwrite their slot.
+"""The paged cache for policies that merge tokens: states that continue overwrite their slot.
 
 With a window of 0 and a shift of 1, the state before one that continues is an evicted token whose
 slot is used again, so that the kernels of `PagedKVCache` store and attend the states. One more
 kernel, or torch operations in a prompt, makes them: the newest tokens of every KV list are kept
-unmerged, as `DMCPolicy` has them.
+unmerged, as the policy has them.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, m tokens that
 a state averages besides the newest, d head size.
@@ -11,78 +11,62 @@ a state averages besides the newest, d head size.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import PagedKVCache
-from dms_train.inference.policies.base import Arrival, CachePolicy
-from dms_train.inference.policies.dmc import DMCPolicy
-from dms_train.kernels.decode.paged import NEVER, SIGNAL, Decisions, HeadNorms, Step
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.policies.base import CachePolicy, KernelRule, MergeRule, NewTokens
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode import types
+from dms_train.kernels.decode.types import (
+    NEVER,
+    SIGNAL,
+    Decisions,
+    HeadNorms,
+    NewestTokens,
+    Step,
+)
 from dms_train.method.base import MethodSpec
-from dms_train.method.dmc.attention import SMALLEST_WEIGHT
 
 
-def supported(policy: CachePolicy) -> bool:
-    """Whether this cache serves a policy."""
-    if type(policy) is not DMCPolicy:
-        return False
-    return policy.spec.heads == "separate" and policy.spec.merge_window > 1
-
-
-class DMCPagedCache(PagedKVCache):
+class MergingPagedCache(PagedKVCache):
     """A paged cache with the newest tokens of its KV lists beside the states.
 
     Args:
         pool: As for `PagedKVCache`.
-        policy: One that is `supported`.
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads.
-        longest: Most tokens of a sequence.
+        policy: One whose kernel rule is a `MergeRule`.
+        sizes: How much it can hold.
     """
 
     captures_prompts = False  # their states are torch operations
-    policy: DMCPolicy
 
-    def __init__(
-        self,
-        pool: DevicePool,
-        policy: DMCPolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: int,
-        longest: int,
-    ) -> None:
-        super().__init__(pool, policy, layers=layers, rows=rows, heads=heads, longest=longest)
-        self._kernel: Any = importlib.import_module("dms_train.kernels.decode.triton_accumulate")
-        spec, d = policy.spec, pool.pages.shape[-1]
-        lists = (layers, rows, heads, spec.merge_window - 1)
+    def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
+        super().__init__(pool, policy, sizes)
+        rule, d = policy.kernel_rule(), pool.pages.shape[-1]
+        assert isinstance(rule, MergeRule)
+        lists = (*sizes[:3], rule.tokens - 1)
         self._newest_keys, self._newest_values = (
             torch.zeros(*lists, d, dtype=pool.dtype, device=pool.device) for _ in range(2)
         )
         self._newest_weights = torch.zeros(*lists, 2, device=pool.device)
-        self._merging = self._kernel.Merging(
-            channel=spec.channel % d,
-            scale=spec.alpha_scale,
-            offset=spec.alpha_offset,
-            importance_offset=spec.importance_offset,
-            smallest=SMALLEST_WEIGHT,
-            uniform=spec.importance == "uniform",
+        self._merging = types.MergeRule(
+            channel=rule.channel % d,
+            scale=rule.scale,
+            offset=rule.offset,
+            importance_offset=rule.importance_offset,
+            smallest=rule.smallest,
+            uniform=rule.uniform,
         )
 
-    @staticmethod
-    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
-        assert isinstance(policy, DMCPolicy)
-        return Decisions(SIGNAL, shift=policy.shift), policy.window
+    def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
+        """Return that an entry is evicted as soon as its successor continues it."""
+        assert isinstance(rule, MergeRule)
+        return Decisions(SIGNAL, shift=rule.shift), 0
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
-        """Nothing is read from the query: the kernel that merges decides and clears."""
+        """Return that nothing is read from the query: the kernel that merges decides and clears."""
         return Decisions(NEVER)
 
     def _policy_tensors(self) -> list[Tensor]:
@@ -97,12 +81,12 @@ class DMCPagedCache(PagedKVCache):
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
-        newest = self._kernel.Newest(*(x[layer] for x in self._newest()))
-        merged = self._kernel.accumulate(token, newest, self._merging, norms)
+        newest = NewestTokens(*(x[layer] for x in self._newest()))
+        merged = dispatch.triton_kernels().accumulate(token, newest, self._merging, norms)
         return super()._append_and_attend(layer, merged, self._rule, None)
 
-    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
-        """A part of prompts; the newest tokens move on."""
+    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
+        """Merge and rotate a part of prompts, and keep its newest tokens."""
         names, stored = ("key", "value", "weights"), self._newest()
         size, rows = stored[0].shape[3], step.rows
         start = torch.where(step.position >= 0, step.position, torch.iinfo(torch.int64).max).amin(1)
@@ -114,7 +98,9 @@ class DMCPagedCache(PagedKVCache):
         }
         absent = (number < 0)[:, None, :, None]  # what an earlier request has left there
         lists = {name: x.masked_fill(absent, 0.0) for name, x in lists.items()}
-        merged = step.replaced(*self.policy.accumulate(step.projected(), lists))
+        content = self.policy.accumulate(step.projected(), lists)
+        assert content is not None
+        merged = step.replaced(*content)
         at = (step.position.amax(1, keepdim=True) + 1 + place) % size
         for name, x in zip(names, stored, strict=True):
             x[layer, rows[:, None], :, at] = lists[name].transpose(1, 2).to(x.dtype)

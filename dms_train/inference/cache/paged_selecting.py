@@ -1,4 +1,4 @@
-"""The paged cache for Quest: every token stays, a generated one reads the pages that may matter.
+"""The paged cache that keeps every token; a generated token reads the pages that may matter.
 
 The append kernel keeps the lowest and highest keys of every page. Before the attention of a layer,
 two kernels bound what each query head may give to a page and choose the best pages
@@ -9,123 +9,116 @@ Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots of a
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.row_requests import RowRequests
-from dms_train.inference.policies.base import CachePolicy, RequestSizes
-from dms_train.inference.policies.quest import QuestPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import NEVER, Decisions, HeadNorms, PagedCache, Step
+from dms_train.inference.policies.base import CachePolicy, KernelRule, PageRule, RequestSizes
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import (
+    NEVER,
+    Decisions,
+    HeadNorms,
+    PageBudget,
+    PagedCache,
+    PageSelection,
+    Step,
+)
 
 _ALL = 2**30  # pages: no KV list has as many
 
 
-class QuestPagedCache(PagedKVCache):
+class SelectingPagedCache(PagedKVCache):
     """A paged cache with bounds of its pages.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: Its pages are whole pages of the pool.
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads.
-        longest: Most tokens of a sequence.
+        policy: One whose kernel rule is a `PageRule`; its pages are whole pages of the pool.
+        sizes: How much it can hold.
     """
 
     captures_prompts = False
-    policy: QuestPolicy
 
-    def __init__(
-        self,
-        pool: DevicePool,
-        policy: QuestPolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: int,
-        longest: int,
-    ) -> None:
-        super().__init__(pool, policy, layers=layers, rows=rows, heads=heads, longest=longest)
-        self._requests = RowRequests(layers, rows, pool.device)
+    def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
+        super().__init__(pool, policy, sizes)
+        rule = policy.kernel_rule()
+        assert isinstance(rule, PageRule)
+        self._page_rule = rule
+        self._requests = RowRequests(sizes.layers, sizes.rows, pool.device)
         size = (len(pool.pages), 2, pool.pages.shape[-1])
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
         self._reads = torch.zeros_like(self.lists.lengths)
-        self._kernels: Any = importlib.import_module("dms_train.kernels.decode.triton_bounds")
-        self._selections: dict[int, Any] = {}  # by sequences of a step
-        self._wanted: Any = None  # of the step that is computed
-        self._places: Any = None  # its sequences in a selection
+        self._selections: dict[int, PageSelection] = {}  # by sequences of a step
+        self._wanted: PageBudget  # of the step that is computed
+        self._places: Tensor  # its sequences in a selection
 
-    @staticmethod
-    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
+    def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
+        """Return that nothing is evicted."""
         return Decisions(NEVER), 0
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of what describes the rows and pages."""
+        """Return the bytes of tables, of the bounds of pages and of the policy's state."""
         return super().table_bytes + self._bounds.nbytes + self._reads.nbytes
 
     def view(self, layer: int) -> PagedCache:
-        """One layer as the kernels see it."""
+        """Return one layer as the kernels see it."""
         return super().view(layer)._replace(bounds=self._bounds)
 
     def status(self) -> list[Tensor]:
-        """As for `PagedKVCache`, with the slots that were read."""
+        """Return the status of `PagedKVCache`, and the slots that were read."""
         return [*super().status(), self._reads.view(-1)]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """As for `PagedKVCache`; the first layers read everything."""
-        dense = self.policy.dense_layers
+        """Return the counts of `PagedKVCache`; the first layers read everything."""
+        dense = self._page_rule.dense_layers
         whole, some = lists[0][..., :dense, :, :], lists[1][..., dense:, :, :]
         return torch.cat([whole, some], -3), lists[0]
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row; what the row holds stays."""
+        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._requests.assign(row, sizes)
 
     def _read(self, layer: int) -> Tensor:
-        return (self.lists.lengths if layer < self.policy.dense_layers else self._reads)[layer]
+        return (self.lists.lengths if layer < self._page_rule.dense_layers else self._reads)[layer]
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         if layer == 0:
             self._plan(token)
-        if layer < self.policy.dense_layers:
+        if layer < self._page_rule.dense_layers:
             return super()._append_and_attend(layer, token, rule, norms)
         cache, (b, heads, d) = self.view(layer), token.query.shape
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if b not in self._selections:
             group = heads // cache.table.shape[1]
             many = self._wanted.multiple
-            self._selections[b] = self._kernels.Selection.of(b, cache, group, many)
+            self._selections[b] = PageSelection.of(b, cache, group, many)
         if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
+            self._memory[b] = kernels.attention_workspace(rotated, cache)
         chosen = self._selections[b]
-        self._kernels.select(
+        kernels.select_pages(
             rotated, cache, self._bounds, token.rows, self._wanted, chosen, self._reads[layer]
         )
         some = cache._replace(table=chosen.table, lengths=chosen.lengths)
-        output: Tensor = attend.attend(
+        output = kernels.attend(
             rotated, some, self._places, d**-0.5, self._memory[b], readers=chosen.heads
         )
         return output
 
     def _plan(self, token: Step) -> None:
-        """How many pages the sequences of a step read."""
+        """Compute how many pages the sequences of a step read."""
         start = token.position.long()
         sequences = self._requests.sequences(token.rows, start, start + 1)
         count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)
-        many = self.policy.page // self.pool.page_slots
-        self._wanted = self._kernels.Wanted(count, many, self.policy.include_last_page)
+        many = self._page_rule.page // self.pool.page_slots
+        self._wanted = PageBudget(count, many, self._page_rule.last)
         place = torch.arange(len(token.rows), device=token.rows.device)
         self._places = torch.where(token.rows < 0, -1, place)
 
@@ -136,7 +129,7 @@ class QuestPagedCache(PagedKVCache):
         return done
 
     def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
-        """Bounds of the pages that have changed since KV lists had `before` [b, h] tokens."""
+        """Compute the bounds of pages that changed since KV lists had `before` [b, h] tokens."""
         size, lengths = self.pool.page_slots, self.lists.lengths[layer, rows]
         first = max(0, int(before.min()) - 1) // size
         place = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)

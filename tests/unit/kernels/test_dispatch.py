@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 from dms_train.kernels.errors import KernelError
 from dms_train.kernels.options import KERNELS
 from dms_train.kernels.train_attention import reference
@@ -32,8 +32,8 @@ NAMES = [name for name in KERNELS if name != "auto"]
 def test_names_are_resolved_by_device(
     monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device, triton: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(api, "_has_triton", lambda: triton)
-    assert api.choose(name, device) == expected
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: triton)
+    assert dispatch.choose_train_attention(name, device) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_names_are_resolved_by_device(
 def test_what_cannot_train_here_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device, line: str
 ) -> None:
-    monkeypatch.setattr(api, "_has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     with pytest.raises(KernelError, match=line) as caught:
-        api.choose(name, device)
+        dispatch.choose_train_attention(name, device)
     assert "; " in str(caught.value)
 
 
@@ -57,6 +57,6 @@ def test_what_cannot_train_here_is_refused(
 def test_every_name_has_an_implementation_with_one_signature(name: str) -> None:
     if name == "triton" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    parameters = inspect.signature(api.backend(name)).parameters
+    parameters = inspect.signature(dispatch.train_attention(name)).parameters
     assert list(parameters) == list(inspect.signature(reference.dms_attention).parameters)
     assert parameters["cu_seqlens"].default is None

@@ -1,0 +1,153 @@
+"""Policies that keep the tokens with the highest scores: the public base class.
+
+A subclass computes scores, as a press of kvpress does. Options say when tokens are evicted: at the
+end of a prompt, after every block of a prompt, after every so many generated tokens.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, s tokens, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.attention_scores import window_attention
+from dms_train.inference.policies.base import (
+    NEVER,
+    BudgetRule,
+    CachePolicy,
+    KernelRule,
+    RequestSizes,
+    Sequences,
+    Slots,
+)
+from dms_train.inference.policies.budget import BudgetOptions
+from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.limits import AtLeast, Below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions(BudgetOptions):
+    """A budget, and when tokens beyond it are evicted: by default at the end of a prompt.
+
+    Attributes:
+        interval: Number of generated tokens between two evictions; None keeps all of them.
+        block: Evict after every `block` tokens of a prompt as well, so that its later tokens read
+            what is left; None computes the prompt with full attention.
+        decode_only: Leave prompts as they are; needs an interval.
+    """
+
+    interval: Annotated[int | None, AtLeast(1), Below(2**31)] = None
+    block: Annotated[int | None, AtLeast(1), Below(2**31)] = None
+    decode_only: bool = False
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield a line for options that exclude each other, besides those of the budget."""
+        yield from BudgetOptions.check(self, path)
+        if self.decode_only and self.interval is None:
+            yield "decode_only: evicts nothing without interval, a number of generated tokens"
+        if self.decode_only and self.block is not None:
+            yield f"decode_only: leaves prompts as they are; drop block={self.block}"
+
+
+class ScorePolicy(CachePolicy):
+    """Keep the tokens with the highest scores.
+
+    The decode kernels run every policy of this kind. Scores are torch operations.
+
+    Args:
+        options: The budget and the times of evictions.
+
+    Attributes:
+        protected: Newest tokens that stay whatever their scores; they count against the budget.
+        recent_queries: Number of newest queries whose mean attention `score` is given.
+    """
+
+    scored = True
+    needs_content = True
+    shareable = False
+    protected: int = 0
+
+    def __init__(self, options: ScoreOptions) -> None:
+        self.options = options
+        self.evicts_prompt_only = options.interval is None
+
+    def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
+        """Score the tokens of KV lists; the highest scores stay, of equal ones the first token.
+
+        Args:
+            keys: [b, h, s, d] in the order of their positions, with RoPE, at least float32.
+            values: [b, h, s, d], likewise.
+            attention: [b, h, r, s], mean attention of the newest `recent_queries` queries; None
+                if there are none. May be changed.
+
+        Returns:
+            [b, h, s].
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method score")
+
+    def kept(self, slots: Slots, sequences: Sequences) -> Tensor:
+        """Return how many tokens of each sequence this layer keeps, int64 [b]."""
+        return self.options.tokens(sequences)
+
+    def kernel_rule(self) -> KernelRule | str:
+        """Have the kernels store and attend; the hooks evict."""
+        return BudgetRule(evicts=NEVER, interval=self.options.interval)
+
+    def max_tokens(self, request: RequestSizes, computed: int) -> int:
+        """Return the tokens up to the end of the prompt or block, then one at a time."""
+        left = request.prompt - computed
+        if self.options.block is not None:
+            left = min(left, self.options.block - computed % self.options.block)
+        return max(1, left)
+
+    def evicts_after(self, sequences: Sequences) -> Tensor:
+        """Return whether an eviction is due after this pass, bool [b]."""
+        o, generated = self.options, sequences.end - sequences.prompt
+        due = sequences.ends_prompt & (not o.decode_only)
+        if o.block is not None:
+            due = due | ((generated < 0) & (sequences.end % o.block == 0))
+        if o.interval is not None:
+            due = due | ((generated > 0) & (generated % o.interval == 0))
+        return due
+
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the tokens beyond the budget where an eviction is due, bool [b, h, 1, s]."""
+        sequences = slots.sequences
+        assert sequences is not None
+        due = self.evicts_after(sequences)
+        if not bool(due.any()):
+            return torch.zeros_like(slots.position, dtype=torch.bool)[:, :, None]
+        budget = self.kept(slots, sequences)
+        recent = newest(slots.position, sequences.end, budget.clamp(max=self.protected))
+        score = self.slot_scores(slots, sequences).masked_fill(recent, torch.inf)
+        evicted = beyond_budget(score, slots.position, budget)
+        return (evicted & due[:, None, None])[:, :, None]
+
+    def slot_scores(self, slots: Slots, sequences: Sequences) -> Tensor:
+        """Return `score` by slot, [b, h, s], where an eviction is due; 0 elsewhere."""
+        assert slots.key is not None
+        assert slots.value is not None
+        wide = torch.promote_types(slots.key.dtype, torch.float32)
+        scores = torch.zeros_like(slots.position, dtype=wide)
+        attention = window_attention(slots, sequences) if self.recent_queries else None
+        for i in self.evicts_after(sequences).nonzero()[:, 0].tolist():
+            position = slots.position[i : i + 1]
+            order = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argsort(-1)
+            # all KV heads of a sequence hold as many tokens
+            order = order[..., : int((position >= 0).sum(-1).max())]
+            index = order[..., None].expand(-1, -1, -1, slots.key.shape[-1])
+            keys, values = (
+                x[i : i + 1].gather(2, index).to(wide) for x in (slots.key, slots.value)
+            )
+            seen = None
+            if attention is not None:
+                seen = attention[i : i + 1]
+                seen = seen.gather(3, order[:, :, None].expand(-1, -1, seen.shape[2], -1))
+            found = self.score(keys, values, seen)
+            scores[i : i + 1].scatter_(2, order, found.to(wide))
+        return scores

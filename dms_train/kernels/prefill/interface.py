@@ -1,0 +1,162 @@
+"""Interface of the prompt kernels; `lists` and `sparse` describe their arguments.
+
+A prompt comes in chunks. The first chunk starts from `sparse.nothing`, a later one from a state
+that `read_ring` returns:
+
+    chunk = kernels.plan_chunk(evicted, state, window)           # length of each list afterwards
+    kernels.allocate_pages(...)                                  # for chunk.lengths
+    output = kernels.extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)
+    kernels.release_pages(...)                                   # sets the lengths of the lists
+    reads = kernels.commit_prefill(chunk, ...)                   # writes the ring
+
+No function waits for the device.
+
+Shape letters: r cache rows, h KV heads, g query heads per KV head, d head size, b sequences, n
+tokens of a chunk, p pages of a full KV list, s slots of a page, w window, k KV lists of a call.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from dms_train.kernels.prefill.lists import Pages, PrefillChunk, Tokens
+from dms_train.kernels.prefill.sparse import PrefillState
+
+
+class PrefillKernels(Protocol):
+    """Attention of prompts, their state in a paged cache, and copies out of and into FP8 pages."""
+
+    def plan_chunk(
+        self, evicted: Tensor, state: PrefillState, window: int, real: Tensor | None = None
+    ) -> PrefillChunk:
+        """Decide which tokens are kept, and how many slots each list needs (`lengths`).
+
+        Args:
+            evicted: bool [b, h, recent_tokens(window) + n] by key, of the tokens before the chunk
+                and of the chunk; [b, h, n] after `nothing`. Undecided tokens are False.
+            state: State before the chunk.
+            window: Distance up to which every key is read, in tokens.
+            real: int32 [b], tokens of the chunk that exist, its first ones; None for n.
+        """
+        ...
+
+    def extend_prompt(
+        self,
+        tokens: Tokens,
+        chunk: PrefillChunk,
+        state: PrefillState,
+        pages: Pages,
+        *,
+        window: int,
+        scale: float,
+        evicts: bool = True,
+    ) -> Tensor:
+        """Store the kept tokens of a chunk in the pages of a layer and compute its attention.
+
+        Args:
+            tokens: Query [b, h * g, n, d], key and value [b, h, n, d] of the chunk, with RoPE.
+            chunk: From `plan_chunk`.
+            state: State before the chunk.
+            pages: At least `chunk.lengths` slots, in which the tokens of `state` lie; written.
+            window: Distance up to which every key is read, in tokens.
+            scale: Factor on the scores, above 0.
+            evicts: Whether any token may be evicted. If not, torch's kernels compute a first chunk,
+                which are faster than those that read a list.
+
+        Returns:
+            [b, h * g, n, d].
+        """
+        ...
+
+    def read_ring(
+        self, lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, recent: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the recent tokens of some rows in the order of their positions.
+
+        Args:
+            lengths: int32 [r, h].
+            ring: int32 [r, h, w + 1], as in `PagedCache`.
+            rows: int64 [b].
+            seen: int32 [b], tokens so far.
+            recent: Number of recent tokens, at least w + 1.
+
+        Returns:
+            `lengths` int32 [b, h], `evicted` bool [b, h, recent] and `slots` int32 [b, h, recent]
+            of a `PrefillState`.
+        """
+        ...
+
+    def commit_prefill(
+        self,
+        chunk: PrefillChunk,
+        lengths: Tensor,
+        seen: Tensor,
+        *,
+        recent: int,
+        ring: Tensor,
+        rows: Tensor,
+        evicts: bool,
+    ) -> Tensor:
+        """Write the last tokens of a chunk to the ring, and count the slots that it has read.
+
+        Args:
+            chunk: The chunk, whose lists end with its last tokens.
+            lengths: int32 [b, h], before the chunk.
+            seen: int32 [b], tokens before the chunk.
+            recent: Number of these tokens that the chunk includes.
+            ring: int32 [r, h, w + 1]; updated.
+            rows: int64 [b].
+            evicts: Whether any token may be marked; otherwise the ring stays.
+
+        Returns:
+            Slots read, int64 [b, h], summed over the queries.
+        """
+        ...
+
+    def changed_pages(self, lengths: Tensor, slots: Tensor, places: int, page_slots: int) -> Tensor:
+        """Return the pages that a chunk writes to, bool [b, h, places].
+
+        Args:
+            lengths: int32 [b, h], before the chunk.
+            slots: int32 [b, h, any], slots of the last tokens, -1 for none.
+            places: Pages of the longest list.
+            page_slots: Slots of a page.
+        """
+        ...
+
+    def read_fp8_pages(
+        self, pages: Tensor, table: Tensor, exponents: Tensor, lengths: Tensor, wide: Tensor
+    ) -> None:
+        """Copy the slots in use of KV lists out of FP8 pages; the rest of `wide` is not written.
+
+        Args:
+            pages: FP8 [any, 2, s, d].
+            table: int32 [k, p], page numbers.
+            exponents: int8 [k, p, 2].
+            lengths: int32 [k], slots in use.
+            wide: [k, any, 2, s, d] with at least as many pages as are in use; written.
+        """
+        ...
+
+    def write_fp8_pages(
+        self,
+        wide: Tensor,
+        pages: Tensor,
+        table: Tensor,
+        exponents: Tensor,
+        lengths: Tensor,
+        changed: Tensor | None,
+    ) -> None:
+        """Store KV lists in FP8 pages; slots after the end of a list become 0.
+
+        Args:
+            wide: [k, any, 2, s, d], the lists.
+            pages: FP8 [any, 2, s, d]; written.
+            table: int32 [k, p], page numbers.
+            exponents: int8 [k, p, 2]; written for the pages that are stored.
+            lengths: int32 [k], slots in use.
+            changed: bool [k, p], pages to store; None for all.
+        """
+        ...

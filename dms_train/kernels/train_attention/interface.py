@@ -1,0 +1,45 @@
+"""Interface of the training attention."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class DMSAttention(Protocol):
+    """Causal attention with a soft eviction bias; differentiable.
+
+    Shape letters: b samples, s tokens, hq query heads, hk KV heads, d head size.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_keep: Tensor | None,
+        window: int,
+        scale: float,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Compute softmax(q k^T * scale + causal + [i - j > window] log(1 - alpha_j)) v.
+
+        Args:
+            query: [b, s, hq, d].
+            key: [b, s, hk, d]; hq is a multiple of hk.
+            value: [b, s, hk, d].
+            log_keep: log(1 - alpha) [b, hk, s] by key, at least float32; None evicts nothing.
+            window: Distance up to which a key is always visible, in tokens.
+            scale: Factor on the scores.
+            cu_seqlens: Bounds of the documents packed into the sample (b = 1), int32
+                [documents + 1]; a query sees its own document only. None is one document per
+                sample.
+
+        Returns:
+            [b, s, hq, d] in the dtype of `query`; scores and softmax are at least float32.
+
+        Raises:
+            KernelError: Packed documents in more than one sample.
+        """
+        ...
