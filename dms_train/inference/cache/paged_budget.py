@@ -32,6 +32,7 @@ from dms_train.inference.policies.base import (
     CachePolicy,
     NewTokens,
     RequestSizes,
+    Sequences,
     Slots,
 )
 from dms_train.inference.policies.kernel_rules import BudgetRule, KernelRule
@@ -92,7 +93,7 @@ class BudgetPagedCache(PagedKVCache):
         self._inside = [False]  # its sequences whose prompts decide
         self._logits: SlotLogits | None = None
         if self._scored:
-            most = min(slots, policy.most_tokens(sizes.longest) + 1)
+            most = min(slots, _largest_budget(policy, layers, sizes.longest) + 1)
             queries = ((1 << (rows - 1).bit_length()) * h, sizes.group)
             self._logits = SlotLogits(
                 torch.zeros(*queries, most, **put), torch.zeros(queries, **put)
@@ -393,6 +394,13 @@ class BudgetPagedCache(PagedKVCache):
         if self._scores.numel():
             self._scores[layer, rows, :, :most] = slots.state[..., 0].gather(2, order)
         self.lists.release(lists, counts.flatten().contiguous())
+
+
+def _largest_budget(policy: CachePolicy, layers: int, longest: int) -> int:
+    """Return the budget of a sequence whose prompt has as many tokens as a sequence may have."""
+    end, seed = torch.tensor([longest]), torch.zeros(1, dtype=torch.int64)
+    whole = Sequences(layers, end - 1, end, prompt=end, limit=end, seed=seed, lists={})
+    return int(policy.limits(whole).most)
 
 
 def _some(step: AttentionStep, index: Tensor) -> AttentionStep:

@@ -242,6 +242,7 @@ class CachePolicy:
     def limits(self, sequences: Sequences) -> Limits:
         """Return budgets, for a `BudgetRule` with OLDEST or LEAST.
 
+        A longer request must not have a smaller one: that of the longest sequence sizes memory.
         Called while a decode step is captured: use torch operations that do not wait for the
         device.
         """
@@ -253,10 +254,6 @@ class CachePolicy:
         Called while a decode step is captured, as `limits`.
         """
         raise NotImplementedError
-
-    def most_tokens(self, longest: int) -> int:
-        """Return the most tokens that `limits` leaves of a sequence of `longest` tokens."""
-        return longest
 
     def evicts_after(self, sequences: Sequences) -> Tensor:
         """Return whether `evict_mask` may evict tokens after this pass, bool [b]."""

@@ -67,13 +67,6 @@ class BudgetOptions:
         whole = request.limit if self.budget_mode == TOTAL else request.prompt
         return max(1, int(whole / self.cr + _ROUNDING))
 
-    def most_tokens(self, longest: int) -> int:
-        """Return the most tokens of any budget, of sequences of at most `longest` tokens."""
-        if self.budget is not None:
-            return min(self.budget, longest)
-        assert self.cr is not None
-        return max(1, int(longest / self.cr + _ROUNDING))
-
     @property
     def fixed(self) -> bool:
         """Return whether the budget is the same for every request at any time."""

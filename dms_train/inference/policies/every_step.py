@@ -52,10 +52,6 @@ class EveryStepPolicy(CachePolicy):
             return max(1, request.prompt - computed)
         return max(1, self._options.first_tokens(request) - computed)
 
-    def most_tokens(self, longest: int) -> int:
-        """Return the most tokens that stay of a sequence of at most `longest`."""
-        return self._options.most_tokens(longest)
-
     def budget(self, sequences: Sequences) -> Tensor:
         """Return the tokens that stay now, int64 [b]; all of them inside a dense prompt."""
         budget = self._options.tokens(sequences)

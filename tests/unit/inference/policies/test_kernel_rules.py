@@ -20,7 +20,9 @@ from dms_train.inference.policies.base import CachePolicy, PolicyKind, find_kern
 from dms_train.inference.policies.h2o import H2OOptions, H2OPolicy
 from dms_train.inference.policies.keydiff import KeyDiffPolicy
 from dms_train.inference.policies.score_policy import ScoreOptions
+from dms_train.inference.policies.tova import TOVAOptions, TOVAPolicy
 from dms_train.kernels import dispatch
+from tests.support import policy_cases as cases
 from tests.unit.inference.conftest import random_ids, small_spec
 from tests.unit.inference.policies.test_requests import built, trained_for
 
@@ -84,6 +86,24 @@ def test_an_empty_subclass_runs_through_the_kernels_like_its_parent(folder, monk
         mine = PolicyKind(kind.options, lambda o, s: empty_subclass(kind.build(o, s)), kind.trained)
         monkeypatch.setattr(registry, "_registered", {name: mine})
     assert found[0] == found[1]
+
+
+class DoubleH2O(H2OPolicy):
+    def budget(self, sequences):
+        return 2 * super().budget(sequences)
+
+
+class DoubleTOVA(TOVAPolicy):
+    def budget(self, sequences):
+        return 2 * super().budget(sequences)
+
+
+@needs_kernels
+@pytest.mark.parametrize("cls", [DoubleH2O, DoubleTOVA])
+def test_the_kernels_hold_the_budget_of_a_subclass(cls):
+    """More tokens than the options of the parent say; the torch operations are the truth."""
+    options = H2OOptions if cls is DoubleH2O else TOVAOptions
+    cases.check_scenario(cls(options(budget=3)), DEVICE)
 
 
 class Halved(H2OPolicy):
