@@ -10,7 +10,8 @@ import torch
 
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies import registry
-from dms_train.inference.policies.base import RequestSizes
+from dms_train.inference.policies.attention_scores import window_attention
+from dms_train.inference.policies.base import RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
@@ -142,6 +143,24 @@ def test_equals_brute_force(own, kernels):
         assert live == [len(head) for head in held]
         evicted += live[0] < reads[0]
     assert evicted
+
+
+@pytest.mark.parametrize("empty", [0, 5])
+def test_a_query_older_than_all_tokens_left_gives_nothing(empty):
+    """Queries 2, 3 and 4, of which tokens 3 and 4 are left; empty slots do not matter."""
+    draw = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 1, n, SIZE, generator=draw) for n in (3, 2))
+    slots = Slots(
+        layer=0,
+        position=torch.tensor([[[3, 4, *[-1] * empty]]]),
+        state=torch.zeros(1, 1, 2 + empty, 0),
+        key=torch.cat([key, torch.zeros(1, 1, empty, SIZE)], 2),
+    )
+    start, end, prompt, limit, seed = torch.tensor([[4], [5], [2], [9], [0]])
+    sequences = Sequences(1, start, end, prompt, limit, seed, {}, query[:, :, :, None])
+    found = window_attention(slots, sequences)[0, 0, 0, :2]
+    both = (key[0, 0] @ query[0, 0, 2] / math.sqrt(SIZE)).softmax(0)
+    torch.testing.assert_close(found, (torch.tensor([1.0, 0.0]) + both) / 3)
 
 
 def test_options_that_exclude_each_other_are_refused():
