@@ -111,6 +111,7 @@ WAYS = {
     "prompt": {"budget": 5},
     "interval": {"budget": 4, "interval": 3},
     "block": {"budget": 3, "block": 4},
+    "block of two passes": {"budget": 3, "block": 6},
     "decode_only": {"budget": 6, "interval": 2, "decode_only": True},
     "all": {"budget": 4, "interval": 1, "block": 3},
 }
