@@ -68,8 +68,8 @@ def test_the_models_limit_ends_a_request(llm):
         (lambda llm: llm.generate([[1], [2]], [GREEDY]), "2 prompts but 1"),
         (lambda llm: llm.generate(7), "give text"),
         (lambda llm: llm.generate([1], SamplingParams(stop=("x",))), "no tokenizer"),
-        (lambda llm: SamplingParams(stop="x"), "a tuple of texts"),
-        (lambda llm: SamplingParams(stop=("",)), "not empty"),
+        (lambda llm: SamplingParams(stop="x"), "a tuple of non-empty texts"),
+        (lambda llm: SamplingParams(stop=("",)), "non-empty"),
         (lambda llm: SamplingParams(max_tokens=-1), "max_tokens"),
         (lambda llm: SamplingParams(temperature=-1), "temperature"),
         (lambda llm: SamplingParams(top_p=0), "top_p"),
@@ -109,9 +109,9 @@ def test_stream_shows_every_pass(folder):
 def test_a_stream_that_is_dropped_frees_its_rows(llm):
     stream = llm.stream([random_ids(5), random_ids(7)], GREEDY)
     next(stream)
-    assert llm.engine.free_rows == llm.options.max_num_seqs - 2
+    assert llm.engine.free_batch_slots == llm.options.max_num_seqs - 2
     stream.close()
-    assert llm.engine.free_rows == llm.options.max_num_seqs
+    assert llm.engine.free_batch_slots == llm.options.max_num_seqs
     with pytest.raises(InferenceError, match="empty"):
         llm.stream([[]])
 
@@ -239,14 +239,14 @@ def test_a_cache_that_fails_while_a_step_is_planned_loses_the_requests_of_the_st
     monkeypatch.setattr(engine._runner.cache, "assign", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
-    assert engine.free_rows == 2
+    assert engine.free_batch_slots == 2
     assert not engine.has_request(lost)
     assert engine.has_request(later)
     tokens = None
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens = output.outputs[0].token_ids
-    assert engine.free_rows == 2
+    assert engine.free_batch_slots == 2
     assert tokens == LLM(directory).generate(random_ids(7), GREEDY)[0].outputs[0].token_ids
 
 
@@ -268,7 +268,7 @@ def test_requests_that_cannot_be_freed_are_forgotten(folder, monkeypatch):
             engine.step([lost])
         assert not engine.has_request(lost)
         assert not engine.has_unfinished_requests()
-        assert engine.free_rows == left
+        assert engine.free_batch_slots == left
         monkeypatch.setattr(runner, "step", compute)
         monkeypatch.setattr(runner.cache, "free", free)
         kept = engine.add_request(random_ids(7), GREEDY)
@@ -278,7 +278,7 @@ def test_requests_that_cannot_be_freed_are_forgotten(folder, monkeypatch):
             while engine.has_request(kept):
                 outputs = engine.step()
             assert outputs[0].outputs[0].token_ids == expected
-    with pytest.raises(RuntimeError, match="no cache row is left"):
+    with pytest.raises(RuntimeError, match="no batch slot is left"):
         engine.step()
 
 
@@ -299,4 +299,4 @@ def test_all_continuations_of_a_request_are_forgotten_when_one_cannot_be_freed(f
     with pytest.raises(RuntimeError, match="a broken kernel"):
         engine.abort(request)
     assert not engine.has_unfinished_requests()
-    assert (engine.unfinished, engine.free_rows) == (0, 2)
+    assert (engine.unfinished, engine.free_batch_slots) == (0, 2)

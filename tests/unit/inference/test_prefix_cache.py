@@ -83,7 +83,7 @@ def engine_options(policy: str, **how) -> EngineOptions:
 
 def leaks(engine: InferenceEngine) -> int:
     """Pages in use once every snapshot is released."""
-    while engine._memory.reclaim():
+    while engine._cache_manager.reclaim():
         pass
     return engine._runner.cache.used_pages
 
@@ -107,8 +107,8 @@ def test_continuations_compute_their_prompt_once(folder, policy, how, length):
     assert sum(counts) == (length - 1) + chains + generated
     request_id = engine.add_request(prompt, several)
     for sequence in engine._requests[request_id].sequences:
-        sequence.leader = None  # each computes its own prompt
-    engine._memory._cuts = lambda sequence: ()
+        sequence.prefix_leader = None  # each computes its own prompt
+    engine._cache_manager._snapshot_points = lambda sequence: ()
     assert drain(engine)[request_id] == together
     assert sum(counts) == (length - 1) + chains + generated + chains * length + generated
     assert leaks(engine) == 0
@@ -125,7 +125,7 @@ def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
     while True:
         engine.step()
         chains = engine._requests["0"].sequences
-        if chains[0].computed >= length - 1 and not one:
+        if chains[0].num_computed_tokens >= length - 1 and not one:
             one = engine._runner.cache.used_pages
         if all(chain.output for chain in chains):
             break
@@ -223,7 +223,7 @@ def test_a_small_pool_releases_snapshots_and_changes_no_token(folder, policy, ho
     found = drain(engine)
     assert [found[i] for i in ids] == [[d.token_ids for d in output.outputs] for output in single]
     assert engine.preemptions > 0 or "kernels" in how
-    assert len(engine._memory._prefixes) <= 12
+    assert len(engine._cache_manager._prefixes) <= 12
     assert leaks(engine) == 0
 
 
@@ -232,9 +232,9 @@ def test_an_aborted_request_releases_its_snapshot(folder):
     request_id = engine.add_request(random_ids(40), SamplingParams(n=3, max_tokens=50))
     for _ in range(8):
         engine.step()
-    assert len(engine._memory._prefixes) == 1
+    assert len(engine._cache_manager._prefixes) == 1
     engine.abort(request_id)
-    assert len(engine._memory._prefixes) == 0
+    assert len(engine._cache_manager._prefixes) == 0
     assert engine._runner.cache.used_pages == 0
 
 

@@ -54,10 +54,13 @@ def test_the_next_step_is_started_before_they_are_known(start, waits):
     request_id = engine.add_request(random_ids(7), GREEDY)
     (sequence,) = engine._requests[request_id].sequences
     assert engine.step() == []
-    assert (sequence.computed, sequence.ahead, waits) == (7, 1, [])
+    assert (sequence.num_computed_tokens, sequence.num_inflight_tokens, waits) == (7, 1, [])
     (output,) = engine.step()
     assert len(output.outputs[0].token_ids) == len(waits) == 1
-    assert (sequence.computed, sequence.ahead) == (8, 1)  # of the step that is on its way
+    assert (sequence.num_computed_tokens, sequence.num_inflight_tokens) == (
+        8,
+        1,
+    )  # of the step that is on its way
 
 
 def test_the_host_waits_for_sampling_of_its_own(start, waits):
@@ -82,7 +85,7 @@ def test_a_sequence_that_ends_with_its_first_token_leaves_nothing(start, ends):
     request_id = engine.add_request(random_ids(7), params)
     assert engine.step() == []
     (sequence,) = engine._requests[request_id].sequences
-    assert sequence.ahead == 1
+    assert sequence.num_inflight_tokens == 1
     if ends == "abort":
         engine.abort(request_id)
     if ends == "timeout":
@@ -160,7 +163,7 @@ def test_a_row_that_is_taken_away_and_given_back_in_a_step_computes_known_tokens
     params = replace(DRAWN, max_tokens=14, ignore_eos=True)
     request_id = engine.add_request(random_ids(5), params, final_only=True)
     (sequence,) = engine._requests[request_id].sequences
-    while sequence.ahead != 4:
+    while sequence.num_inflight_tokens != 4:
         engine.step()
     engine._scheduler.remove(sequence)
     engine._scheduler.add(sequence)

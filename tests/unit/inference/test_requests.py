@@ -55,7 +55,7 @@ def usage(engine: InferenceEngine) -> tuple:
     """Return slots, pages in use, bytes and free rows of the cache."""
     cache = engine._runner.cache
     live = int(cache.live(torch.arange(ROWS, device=DEVICE)).sum())
-    return live, cache.used_pages, cache.allocated_bytes, engine.free_rows
+    return live, cache.used_pages, cache.allocated_bytes, engine.free_batch_slots
 
 
 def run(engine: InferenceEngine) -> dict[str, list[int]]:
@@ -149,7 +149,7 @@ def test_idle_conversations_give_their_rows_to_requests(start):
     for request_id in held:
         engine.add_turn(request_id, random_ids(9), GREEDY)
     run(engine)
-    assert engine.free_rows == 0
+    assert engine.free_batch_slots == 0
     assert len(run_one(engine, random_ids(5)).popitem()[1]) == 6
     assert engine.preemptions == 1
 
@@ -275,7 +275,7 @@ def test_a_step_too_many_is_not_counted(start):
             passes += 1
         found.append({i: (o.token_ids, o.finish_reason, costs(o)) for i, o in outputs.items()})
         tokens = sum(costs["tokens"] for *_, costs in found[0].values())
-        assert (engine.kv.tokens, engine.free_rows) == (tokens, ROWS)
+        assert (engine.kv.tokens, engine.free_batch_slots) == (tokens, ROWS)
         assert (engine.decoded_steps > passes) == (kernels == "triton" and steps > 1)
     assert found[0] == found[1] == found[2]
     reasons = [found[0][i][1] for i in ids]
@@ -421,7 +421,7 @@ def test_a_request_whose_time_is_over_keeps_the_tokens_on_their_way(start, steps
         assert not engine.step()
     (sequence,) = engine._requests[request_id].sequences
     sampled = sequence.length - sequence.prompt_end
-    assert sequence.ahead == steps
+    assert sequence.num_inflight_tokens == steps
     sequence.deadline = 0.0
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "timeout"

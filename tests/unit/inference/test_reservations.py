@@ -117,7 +117,7 @@ def test_shared_prompts_in_a_cache_that_is_nearly_full(folder, planned):
     assert all(reserved <= most for most, reserved in planned)
     lists = engine._runner.cache.lists
     assert lists.shared_pages == [0] * 4
-    while engine._memory.reclaim():
+    while engine._cache_manager.reclaim():
         pass
     assert lists.pool.used_pages == 0
 

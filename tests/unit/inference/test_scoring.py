@@ -98,7 +98,7 @@ def test_continuations_share_a_prompt_that_is_computed_once(folder, chunk):
         assert_scores(done.scores, prompt + choice, len(prompt))
     assert sum(counts) == len(prompt) - 1 + sum(map(len, CHOICES))
     assert engine.kv.kv_reads == 0
-    assert (engine.free_rows, leaks(engine)) == (engine.options.max_num_seqs, 0)
+    assert (engine.free_batch_slots, leaks(engine)) == (engine.options.max_num_seqs, 0)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ def test_a_prompt_does_not_wait_for_one_that_may_not_run(folder):
     first, second, third = (engine.add_request(prompt, params) for prompt in prompts)
     engine.step()  # the first two have rows, and the third one waits
     waiting = engine._requests[third].sequences[0]
-    assert waiting.row is None
+    assert waiting.batch_slot is None
     while engine.has_request(third):
         engine.step([third])
-    assert engine._requests[second].sequences[0].computed == 16
+    assert engine._requests[second].sequences[0].num_computed_tokens == 16
     assert {first, second} == set(run(engine))
 
 
