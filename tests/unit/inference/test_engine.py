@@ -162,7 +162,7 @@ def test_text(stories):
 
 @pytest.fixture
 def characters(folder, tmp_path):
-    """A model of the exam sheets' characters, random otherwise."""
+    """Build a random model with the vocabulary of the exam sheets."""
     write_exam_tokenizer(tmp_path / "tokenizer")
     copy = shutil.copytree(folder("llama", small_spec("dms")), tmp_path / "copy")
     shutil.copy(tmp_path / "tokenizer" / "tokenizer.json", copy)
@@ -170,7 +170,7 @@ def characters(folder, tmp_path):
 
 
 def test_stop_texts(characters):
-    """Outputs end before the text, whichever token completes it, and the row is free again."""
+    """Outputs end before the stop text, and the batch slot is free again."""
     prompts = ["So -2*c = -30.", "1: Solve"]
     how = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     free = [output.outputs[0] for output in characters.generate(prompts, how)]
@@ -189,7 +189,7 @@ def test_stop_texts(characters):
 
 
 def test_a_streamed_text_is_never_taken_back(characters):
-    """Not even where it ends in a part of a stop text."""
+    """A part of a stop text at the end is held back."""
     how = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     free = characters.generate("1: Solve", how)[0].outputs[0].text
     stop = free[12:16]
@@ -251,7 +251,7 @@ def test_a_cache_that_fails_while_a_step_is_planned_loses_the_requests_of_the_st
 
 
 def test_requests_that_cannot_be_freed_are_forgotten(folder, monkeypatch):
-    """A row that may hold anything is not used again; without any row a step says so."""
+    """A batch slot in an unknown state is not used again; without any slot a step fails."""
     directory = folder("llama", small_spec("dms"))
     engine = InferenceEngine(directory, EngineOptions(max_num_seqs=2))
     runner = engine._runner

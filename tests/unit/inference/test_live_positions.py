@@ -1,4 +1,4 @@
-"""`InferenceEngine.live_positions`: the tokens that a masked model leaves visible."""
+"""Compare `InferenceEngine.live_positions` with the tokens that a masked model sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that is too small for all requests: they wait or compute again, and stay the same."""
+"""Preemption: in a cache that is too small, requests wait or are recomputed, with equal tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 
 
 def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of mixed lengths, half of them sampled, some with several continuations."""
+    """Draw prompts of mixed lengths: half of them sampled, some with several continuations."""
     draw = random.Random(seed)
     return [
         (
@@ -44,7 +44,7 @@ def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], Sampl
 def run(
     engine: InferenceEngine, work: list[tuple[list[int], SamplingParams]]
 ) -> list[CompletionOutput]:
-    """Continuations of all requests, which are added while others run."""
+    """Add requests while others run; return the continuations of all."""
     waiting, ids, found = list(work), [], {}
     while waiting or engine.has_unfinished_requests():
         for prompt, params in waiting[:3]:

@@ -1,4 +1,4 @@
-"""Sequences that share a prefix compute it once and give the tokens of fresh runs."""
+"""Sequences that share a prefix compute it once, and generate the same tokens as fresh runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
 
 class Recorded:
-    """A snapshot that notes what is done with it."""
+    """Snapshot that records the calls."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -51,7 +51,7 @@ class Recorded:
 
 
 def computed(engine: InferenceEngine) -> list[int]:
-    """Collects the number of tokens of every later forward pass of an engine."""
+    """Record the number of tokens of every later forward pass of an engine."""
     counts: list[int] = []
 
     def counting(run):
@@ -67,7 +67,7 @@ def computed(engine: InferenceEngine) -> list[int]:
 
 
 def drain(engine: InferenceEngine) -> dict[str, list[list[int]]]:
-    """Tokens of the continuations of all requests, by request."""
+    """Run all requests; return the tokens of their continuations, by request."""
     found = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -82,7 +82,7 @@ def engine_options(policy: str, **how) -> EngineOptions:
 
 
 def leaks(engine: InferenceEngine) -> int:
-    """Pages in use once every snapshot is released."""
+    """Release every snapshot, and return the number of pages in use."""
     while engine._cache_manager.reclaim():
         pass
     return engine._runner.cache.used_pages
@@ -116,7 +116,7 @@ def test_continuations_compute_their_prompt_once(folder, policy, how, length):
 
 @pytest.mark.parametrize(("policy", "how"), [("dms", COMPACT), ("keep_all", COMPACT), PAGED, FP8])
 def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
-    """Four chains hold one prompt and what their own tokens changed, not four prompts."""
+    """Four chains hold one prompt plus the pages that their own tokens changed."""
     options = EngineOptions(policy=policy, **how, **SIZES)
     engine = InferenceEngine(folder("llama", small_spec("dms")), options)
     length = 60 if "kernels" in how else 400

@@ -1,4 +1,4 @@
-"""Pages of the paged cache: a pass takes no more than it was planned with, and the host knows."""
+"""Reservations: a pass takes at most its planned pages, and the host bounds the free pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES |= {"prefill_chunk": 16, "max_num_batched_tokens": 48}
 
 @pytest.fixture
 def planned(monkeypatch) -> list[list[int]]:
-    """Pages of every step: those of its plan, and those that were reserved from then on."""
+    """Record for every step the planned pages and the pages reserved from then on."""
     steps: list[list[int]] = []
     schedule, reserve = Scheduler.schedule, DevicePool.reserve
 
@@ -49,7 +49,7 @@ def planned(monkeypatch) -> list[list[int]]:
 
 
 def step(engine: InferenceEngine) -> dict[str, list[list[int]]]:
-    """The tokens of requests that have finished; the host's bound of free pages holds."""
+    """Run a step, check the host's bound of free pages, and return tokens of finished requests."""
     found = {
         done.request_id: [each.token_ids for each in done.outputs]
         for done in engine.step()
