@@ -6,7 +6,7 @@ computed again later with the same result (`CachePolicy.shareable` describes the
 conversations of several turns).
 
 A step holds at most `max_num_batched_tokens` tokens; decoding sequences come first. Lower
-priorities go first, then earlier arrivals. A decode burst plans several steps at once.
+priority values go first, then earlier arrivals. A decode burst plans several steps at once.
 
 The scheduler cannot know how many pages a sequence will take, because the model decides which
 tokens are evicted. It admits sequences by the measured share of tokens that survive, plus a margin.

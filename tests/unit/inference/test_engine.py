@@ -116,7 +116,7 @@ def test_a_stream_that_is_dropped_frees_its_rows(llm):
         llm.stream([[]])
 
 
-def test_policies_need_what_they_need(folder):
+def test_policies_check_their_model_and_options(folder):
     with pytest.raises(InferenceError, match="dense"):
         LLM(folder("llama", None), policy="dms")
     with pytest.raises(InferenceError, match="no window"):

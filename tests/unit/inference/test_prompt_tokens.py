@@ -96,7 +96,7 @@ def test_a_sequence_that_ends_with_its_first_token_leaves_nothing(start, ends):
     assert usage(engine) == before
 
 
-def test_a_row_that_is_taken_away_meanwhile_changes_no_token(start):
+def test_a_preemption_while_a_token_is_in_flight_changes_no_token(start):
     engine, reference = start(kernels="triton"), start(kernels="reference")
     reference.add_request(random_ids(7), DRAWN)
     (expected,) = run(reference).values()

@@ -392,7 +392,7 @@ def test_requests_without_top_k_top_p_and_min_p_run_no_kernels_for_them(start, m
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("how", [{}, {"final_only": True}], ids=["streamed", "sampled by the host"])
-def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
+def test_no_burst_runs_if_it_would_delay_a_request(start, how):
     engine = start(kernels="triton", decode_steps=4)
     engine.add_request(random_ids(5), replace(GREEDY, max_tokens=20), final_only=True)
     params = GREEDY if not how else replace(GREEDY, logprobs=0)
@@ -410,7 +410,7 @@ def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_request_whose_time_is_over_keeps_the_tokens_on_their_way(start, steps):
+def test_a_request_past_its_deadline_keeps_its_in_flight_tokens(start, steps):
     prompt, params = random_ids(5), replace(GREEDY, max_tokens=20)
     reference = start(kernels="reference")
     reference.add_request(prompt, params)
