@@ -13,19 +13,16 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import (
+from dms_train.inference.policies.base import AttentionReceived, PolicyKind, Sequences, Slots
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
+from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.kernel_rules import (
     LEAST,
     NEWEST_WEIGHTS,
-    AttentionReceived,
     BudgetRule,
     KernelRule,
     Limits,
-    PolicyKind,
-    Sequences,
-    Slots,
 )
-from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
-from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.limits import OneOf
 
 LAYER, GROUP = "layer", "group"
