@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import tables
 from benchmarks.tables import Column, field
-from dms_train.inference.policies.base import NEVER, WindowRule
+from dms_train.inference.policies.kernel_rules import NEVER, WindowRule
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens

@@ -23,15 +23,8 @@ from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
-from dms_train.inference.policies.base import (
-    BudgetRule,
-    CachePolicy,
-    MergeRule,
-    PageRule,
-    RequestSizes,
-    WindowRule,
-)
-from dms_train.inference.policies.kernel_rules import find_kernel_rule
+from dms_train.inference.policies.base import CachePolicy, RequestSizes, find_kernel_rule
+from dms_train.inference.policies.kernel_rules import BudgetRule, MergeRule, PageRule, WindowRule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import FP8
 from dms_train.observe.log import logger

@@ -55,6 +55,6 @@ def test_the_command_writes_sheets_of_one_question(tmp_path: Path) -> None:
     path = tmp_path / "linear.jsonl"
     assert main(["linear-1d-problems", "--out", str(path), "--problems", "7", "--seed", "1"]) == 0
     expected = linear_1d_problems(7, 1, seed=1)
-    assert [sheet.prompt for sheet in read_problems(path, 100)] == [
+    assert [sheet.question for sheet in read_problems(path, 100)] == [
         each.prompt for each in expected
     ]

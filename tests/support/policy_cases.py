@@ -11,7 +11,8 @@ from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
 from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import PageRule, RequestSizes
+from dms_train.inference.policies.base import RequestSizes
+from dms_train.inference.policies.kernel_rules import PageRule
 
 POLICIES = [
     ("streaming_llm", {"cr": 2.0, "sinks": 2}),

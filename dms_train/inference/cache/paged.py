@@ -25,9 +25,9 @@ from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.wide_pages import WidePages
-from dms_train.inference.policies import base as policies
-from dms_train.inference.policies.base import CachePolicy, KernelRule, NewTokens, RequestSizes
-from dms_train.inference.policies.kernel_rules import find_kernel_rule
+from dms_train.inference.policies import kernel_rules as rules
+from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, find_kernel_rule
+from dms_train.inference.policies.kernel_rules import KernelRule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import (
     ALWAYS,
@@ -45,11 +45,11 @@ from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.base import MethodSpec
 
-_SOURCES = {policies.NEVER: NEVER, policies.EVERY: ALWAYS, policies.MARKED: SIGNAL}
+_SOURCES = {rules.NEVER: NEVER, rules.EVERY: ALWAYS, rules.MARKED: SIGNAL}
 
 
 class CacheSizes(NamedTuple):
-    """How much a paged cache can hold.
+    """Sizes of a paged cache.
 
     Attributes:
         layers: Attention layers.
@@ -107,7 +107,7 @@ class PagedKVCache:
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
         """Return how tokens are evicted when they leave the window, and the window."""
-        assert isinstance(rule, policies.WindowRule)
+        assert isinstance(rule, rules.WindowRule)
         return Decisions(_SOURCES[rule.evicts], shift=rule.shift), rule.window
 
     @property

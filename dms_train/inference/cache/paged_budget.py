@@ -26,16 +26,15 @@ from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.policy_hooks import join, received
 from dms_train.inference.cache.row_requests import RowRequests
-from dms_train.inference.policies import base as policies
+from dms_train.inference.policies import kernel_rules as rules
 from dms_train.inference.policies.base import (
     AttentionReceived,
-    BudgetRule,
     CachePolicy,
-    KernelRule,
     NewTokens,
     RequestSizes,
     Slots,
 )
+from dms_train.inference.policies.kernel_rules import BudgetRule, KernelRule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.slots import attend_slots
 from dms_train.kernels.decode.types import (
@@ -83,9 +82,7 @@ class BudgetPagedCache(PagedKVCache):
         put: dict[str, Any] = {"device": pool.device}
         slots = self.lists.tables.shape[-1] * pool.page_slots
         self._positions = torch.zeros(*lists, slots, dtype=torch.int32, **put)
-        self._scores = torch.zeros(
-            *lists, slots if rule.score == policies.COLUMN_SUMS else 0, **put
-        )
+        self._scores = torch.zeros(*lists, slots if rule.score == rules.COLUMN_SUMS else 0, **put)
         self._requests = RowRequests(layers, rows, pool.device)
         self._recent = policy.recent_queries
         shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
@@ -107,7 +104,7 @@ class BudgetPagedCache(PagedKVCache):
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
         rule = super()._rule_of(spec, head_size)
-        return rule if self._budget_rule.evicts == policies.NEVER else rule._replace(source=CHOSEN)
+        return rule if self._budget_rule.evicts == rules.NEVER else rule._replace(source=CHOSEN)
 
     def _policy_tensors(self) -> list[Tensor]:
         return [self._positions, self._scores, self._queries, *(self._logits or ())]
@@ -151,7 +148,7 @@ class BudgetPagedCache(PagedKVCache):
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._requests.assign(row, sizes)
-        if self._budget_rule.evicts == policies.OLDEST and int(self.lists.lengths[0, row, 0]):
+        if self._budget_rule.evicts == rules.OLDEST and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
             # another budget may keep what was to leave
             for layer in range(len(self.lists.lengths)):
@@ -234,20 +231,20 @@ class BudgetPagedCache(PagedKVCache):
     def _choice_of(self, token: Step) -> Choice | None:
         """Return which tokens leave after a step; None for none."""
         rule = self._budget_rule
-        if rule.evicts == policies.NEVER:
+        if rule.evicts == rules.NEVER:
             return None
         end = token.position.long() + 1
-        if rule.evicts == policies.OLDEST:  # decided before the next token is attended
+        if rule.evicts == rules.OLDEST:  # decided before the next token is attended
             sequences = self._requests.sequences(token.rows, end, end + 1)
             return Choice(OLDEST, *self.policy.limits(sequences))
-        kind = SUMMED if rule.score == policies.COLUMN_SUMS else LEAST
+        kind = SUMMED if rule.score == rules.COLUMN_SUMS else LEAST
         limits = self.policy.limits(self._requests.sequences(token.rows, end - 1, end))
         return Choice(kind, *limits, _REDUCTIONS[rule.reduce], rule.together)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
         """Compute tokens after which the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
-        if self._budget_rule.evicts == policies.OLDEST:
+        if self._budget_rule.evicts == rules.OLDEST:
             n = range(0, query.shape[2], _QUERIES)
             parts = [
                 self._stream(layer, step.rows, query[:, :, i : i + _QUERIES], _part(arrival, i))
@@ -299,7 +296,7 @@ class BudgetPagedCache(PagedKVCache):
         sequences = self._requests.sequences(
             rows, start, end, self._recent_queries(layer, rows, end)
         )
-        waits = self._budget_rule.evicts == policies.NEVER
+        waits = self._budget_rule.evicts == rules.NEVER
         if waits and not bool(self.policy.evicts_after(sequences).any()):
             return
         slots = self._contents(layer, rows)._replace(sequences=sequences)

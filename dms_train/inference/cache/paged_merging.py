@@ -17,7 +17,8 @@ from torch import Tensor
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
-from dms_train.inference.policies.base import CachePolicy, KernelRule, MergeRule, NewTokens
+from dms_train.inference.policies.base import CachePolicy, NewTokens
+from dms_train.inference.policies.kernel_rules import KernelRule, MergeRule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode import types
 from dms_train.kernels.decode.types import (

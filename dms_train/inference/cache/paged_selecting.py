@@ -17,7 +17,8 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.row_requests import RowRequests
-from dms_train.inference.policies.base import CachePolicy, KernelRule, PageRule, RequestSizes
+from dms_train.inference.policies.base import CachePolicy, RequestSizes
+from dms_train.inference.policies.kernel_rules import KernelRule, PageRule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import (
     NEVER,

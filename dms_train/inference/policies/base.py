@@ -28,14 +28,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-NEVER, EVERY, MARKED = "never", "every", "marked"  # tokens that a `WindowRule` evicts
-OLDEST, LEAST = "oldest", "least"  # tokens that a `BudgetRule` evicts
-COLUMN_SUMS, NEWEST_WEIGHTS = "column sums", "newest weights"  # scores of a `BudgetRule`
+from dms_train.inference.policies.kernel_rules import KernelRule, Limits
+
+_HOOKS = (
+    "accumulate",
+    "on_store",
+    "evict_mask",
+    "observe",
+    "merge",
+    "balance",
+    "position_shift",
+    "select",
+    "evicts_after",
+)
 
 
 class RequestSizes(NamedTuple):
@@ -194,113 +204,6 @@ class PositionShift(NamedTuple):
     by: Tensor
 
 
-class Limits(NamedTuple):
-    """Budgets of the sequences of a pass, as a `BudgetRule` needs them.
-
-    Attributes:
-        most: Integers [b]: for LEAST the tokens that a KV list keeps, for OLDEST the first tokens
-            that stay.
-        recent: Integers [b], newest tokens that stay in any case.
-    """
-
-    most: Tensor
-    recent: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowRule:
-    """Evict tokens that leave a window of newest tokens.
-
-    The kernels decide in prompts as well. This rule and `MergeRule` also run on pages in FP8.
-
-    Attributes:
-        evicts: NEVER, EVERY token that leaves the window, or those MARKED by the model's decisions.
-        window: A query reads its own token and as many before it in any case.
-        shift: Distance from a token to the decision that marks it.
-    """
-
-    evicts: str
-    window: int = 0
-    shift: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeRule:
-    """Merge a token into the entry of its predecessor where the key's borrowed channel says so.
-
-    An entry whose successor continues it is evicted when that one is stored. Prompts are merged by
-    the hook `accumulate`; its entries "key", "value" and "weights" hold the newest tokens.
-
-    Attributes:
-        tokens: Newest tokens that an entry averages.
-        shift: Distance from a token to the decision that merges it.
-        channel: Borrowed channel of query and key heads; -1 is the last one.
-        scale: Factor on the activation of the key, which decides.
-        offset: Subtracted from the scaled activation; a positive rest merges.
-        importance_offset: Added to the mean activation of the queries, whose sigmoid is the weight.
-        smallest: Added to the weight.
-        uniform: Whether all tokens have the weight 1 instead.
-    """
-
-    tokens: int
-    shift: int
-    channel: int
-    scale: float
-    offset: float
-    importance_offset: float
-    smallest: float
-    uniform: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class BudgetRule:
-    """Keep to the budget that the hook `limits` states.
-
-    In prompts, and after every `interval` generated tokens, the hooks `observe` and `evict_mask`
-    decide with torch operations. They may use key, value, state and recent queries, but no tensors
-    of KV lists. After any other generated token the kernels evict one token or none.
-
-    Attributes:
-        evicts: Token that the kernels evict when a KV list holds more than `limits` allows: NEVER
-            any, the OLDEST that is not protected, or the one with the LEAST score.
-        score: For LEAST: COLUMN_SUMS is the attention that a token has received since it was
-            stored, NEWEST_WEIGHTS the attention of the newest query. It is the policy's state,
-            one number.
-        reduce: How the query heads of a KV head make one score: "mean", "max" or "sum".
-        together: Whether the KV heads of a layer have one score, the mean of all query heads, and
-            evict the same positions.
-        streams: Whether prompt tokens beyond the budget are computed like generated ones.
-        interval: Generated tokens between two evictions by the hooks; None for none. Needs NEVER.
-    """
-
-    evicts: str
-    score: str | None = None
-    reduce: str = "mean"
-    together: bool = False
-    streams: bool = False
-    interval: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageRule:
-    """Evict nothing; each query head reads the pages with the highest bound on its attention.
-
-    The hook `pages` states their number. Prompts read everything.
-
-    Attributes:
-        page: Tokens of a page, a multiple of the slots of a page of the cache.
-        dense_layers: Number of first layers that read everything.
-        last: Whether the page of the newest token is always read.
-    """
-
-    page: int
-    dense_layers: int = 0
-    last: bool = True
-
-
-KernelRule: TypeAlias = WindowRule | MergeRule | BudgetRule | PageRule
-
-
 class CachePolicy:
     """A compression method. Inherit from it to get default hooks that do nothing.
 
@@ -421,6 +324,26 @@ class CachePolicy:
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
         """Return what queries [b, h, r, d] read in decoding: bool [b, h, r, s]; None for all."""
         return None
+
+
+def find_kernel_rule(policy: CachePolicy) -> KernelRule | str:
+    """Return the kernel rule of a policy, or why there is none.
+
+    A rule describes the hooks of the class that declares it. It does not hold for a subclass that
+    overrides one of them.
+    """
+    kind = type(policy)
+    declared = _depth(kind, "kernel_rule")
+    for hook in _HOOKS if kind.kernel_rule is not CachePolicy.kernel_rule else ():
+        if _depth(kind, hook) < declared:
+            return f"{kind.__name__} overrides {hook} without a kernel_rule of its own"
+    rule = policy.kernel_rule()
+    return f"{kind.__name__} {rule}" if isinstance(rule, str) else rule
+
+
+def _depth(kind: type, name: str) -> int:
+    """Return the index of the class that defines an attribute, in the order of resolution."""
+    return next(i for i, cls in enumerate(kind.__mro__) if name in vars(cls))
 
 
 @dataclass(frozen=True, kw_only=True)

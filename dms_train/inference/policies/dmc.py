@@ -10,14 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import (
-    KernelRule,
-    MergeRule,
-    NoOptions,
-    PolicyKind,
-    Projected,
-)
+from dms_train.inference.policies.base import NoOptions, PolicyKind, Projected
 from dms_train.inference.policies.dms import DMSPolicy
+from dms_train.inference.policies.kernel_rules import KernelRule, MergeRule
 from dms_train.method.dmc.attention import SMALLEST_WEIGHT, DMCLayer, weights
 from dms_train.method.dmc.merge import merge
 from dms_train.method.dmc.spec import DMCSpec

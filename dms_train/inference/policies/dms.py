@@ -8,16 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import (
-    MARKED,
-    CachePolicy,
-    KernelRule,
-    NewTokens,
-    NoOptions,
-    PolicyKind,
-    Slots,
-    WindowRule,
-)
+from dms_train.inference.policies.base import CachePolicy, NewTokens, NoOptions, PolicyKind, Slots
+from dms_train.inference.policies.kernel_rules import MARKED, KernelRule, WindowRule
 
 
 class DMSPolicy(CachePolicy):

@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.policies.attention_scores import reduced
-from dms_train.inference.policies.base import (
+from dms_train.inference.policies.base import AttentionReceived, PolicyKind, Sequences, Slots
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
+from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.kernel_rules import (
     COLUMN_SUMS,
     LEAST,
-    AttentionReceived,
     BudgetRule,
     KernelRule,
     Limits,
-    PolicyKind,
-    Sequences,
-    Slots,
 )
-from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
-from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.limits import OneOf
 
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from dms_train.inference.policies.base import (
-    NEVER,
-    CachePolicy,
-    KernelRule,
-    NoOptions,
-    PolicyKind,
-    WindowRule,
-)
+from dms_train.inference.policies.base import CachePolicy, NoOptions, PolicyKind
+from dms_train.inference.policies.kernel_rules import NEVER, KernelRule, WindowRule
 
 
 class KeepAllPolicy(CachePolicy):

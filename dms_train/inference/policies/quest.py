@@ -21,15 +21,14 @@ from torch import Tensor
 
 from dms_train.inference.policies.base import (
     CachePolicy,
-    KernelRule,
     NewTokens,
-    PageRule,
     PolicyKind,
     RequestSizes,
     Sequences,
     Slots,
 )
 from dms_train.inference.policies.budget import BudgetOptions
+from dms_train.inference.policies.kernel_rules import KernelRule, PageRule
 from dms_train.limits import AtLeast
 
 _LOWEST, _HIGHEST = "lowest keys of pages", "highest keys of pages"

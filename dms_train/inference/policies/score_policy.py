@@ -16,17 +16,10 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.policies.attention_scores import window_attention
-from dms_train.inference.policies.base import (
-    NEVER,
-    BudgetRule,
-    CachePolicy,
-    KernelRule,
-    RequestSizes,
-    Sequences,
-    Slots,
-)
+from dms_train.inference.policies.base import CachePolicy, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.kernel_rules import NEVER, BudgetRule, KernelRule
 from dms_train.limits import AtLeast, Below
 
 
@@ -63,7 +56,7 @@ class ScorePolicy(CachePolicy):
         options: The budget and the times of evictions.
 
     Attributes:
-        protected: Newest tokens that stay whatever their scores; they count against the budget.
+        protected: Newest tokens that stay regardless of their scores; they count against the budget.
         recent_queries: Number of newest queries whose mean attention `score` is given.
     """
 

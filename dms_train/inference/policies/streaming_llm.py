@@ -16,11 +16,7 @@ from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import (
-    OLDEST,
-    BudgetRule,
     CachePolicy,
-    KernelRule,
-    Limits,
     PolicyKind,
     PositionShift,
     RequestSizes,
@@ -28,6 +24,7 @@ from dms_train.inference.policies.base import (
     Slots,
 )
 from dms_train.inference.policies.budget import GROWING, BudgetOptions
+from dms_train.inference.policies.kernel_rules import OLDEST, BudgetRule, KernelRule, Limits
 from dms_train.limits import AtLeast, OneOf
 from dms_train.method.base import MethodSpec
 

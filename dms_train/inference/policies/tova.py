@@ -13,19 +13,16 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import (
+from dms_train.inference.policies.base import AttentionReceived, PolicyKind, Sequences, Slots
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
+from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.kernel_rules import (
     LEAST,
     NEWEST_WEIGHTS,
-    AttentionReceived,
     BudgetRule,
     KernelRule,
     Limits,
-    PolicyKind,
-    Sequences,
-    Slots,
 )
-from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
-from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.limits import OneOf
 
 LAYER, GROUP = "layer", "group"
@@ -37,7 +34,7 @@ class TOVAOptions(EveryStepOptions):
 
     Attributes:
         scope: Query heads whose mean is the score.
-        protect_last: Keep the newest token whatever its score.
+        protect_last: Keep the newest token regardless of its score.
     """
 
     scope: Annotated[str, OneOf(LAYER, GROUP)] = LAYER

@@ -8,14 +8,8 @@ from typing import Annotated
 from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import (
-    EVERY,
-    CachePolicy,
-    KernelRule,
-    PolicyKind,
-    Slots,
-    WindowRule,
-)
+from dms_train.inference.policies.base import CachePolicy, PolicyKind, Slots
+from dms_train.inference.policies.kernel_rules import EVERY, KernelRule, WindowRule
 from dms_train.limits import AtLeast
 from dms_train.method.base import MethodSpec
 

@@ -9,13 +9,7 @@ from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.policy_hooks import merged
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import (
-    CachePolicy,
-    NewTokens,
-    RequestSizes,
-    Sequences,
-    Slots,
-)
+from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.calibration import temperature, top_p
 from dms_train.inference.policies.eviction import beyond_shared_budget
 from dms_train.inference.policies.hard_kv import HardKVOptions, HardKVPolicy

@@ -16,9 +16,8 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies import registry
-from dms_train.inference.policies.base import CachePolicy, PolicyKind
+from dms_train.inference.policies.base import CachePolicy, PolicyKind, find_kernel_rule
 from dms_train.inference.policies.h2o import H2OOptions, H2OPolicy
-from dms_train.inference.policies.kernel_rules import find_kernel_rule
 from dms_train.inference.policies.keydiff import KeyDiffPolicy
 from dms_train.inference.policies.score_policy import ScoreOptions
 from dms_train.kernels import dispatch
