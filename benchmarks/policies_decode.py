@@ -47,7 +47,7 @@ _FEWEST = 5  # steps of which a median and a spread are meaningful
 
 
 class Sizes(NamedTuple):
-    """What is measured.
+    """Sizes of a measurement.
 
     Attributes:
         shape: Model, one of `benchmarks.serve.models.SHAPES`.

@@ -95,7 +95,7 @@ def versions(device: torch.device) -> dict[str, str | None]:
 
 
 class Busy:
-    """How much of the time a GPU computes anything, by NVML, while a block runs.
+    """Share of the time in which a GPU computes, by NVML, while a block runs.
 
     Attributes:
         share: Mean of what NVML reported; None on a CPU or without nvidia-ml-py.

@@ -1,6 +1,6 @@
 """Peers of the training attention: torch's kernels without DMS, and DMS written with torch alone.
 
-Each peer turns `AttentionInputs` into a `Call` in the memory order that suits it. FlexAttention
+Each peer turns `AttentionInputs` into a `Call` in the memory order that it needs. FlexAttention
 peers differ in tile sizes and in whether blocks in the future are skipped.
 """
 

@@ -95,7 +95,7 @@ SHAPES: dict[str, tuple[Architecture, int, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How many processes, and what each of them does."""
+    """Number of processes, and the part of each."""
 
     tp: int = 1
     pp: int = 1

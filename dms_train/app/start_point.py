@@ -139,7 +139,7 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
             f"run.load={student}: neither a checkpoint folder ({STATE_FILE}) nor a "
             "Hugging Face directory (config.json); correct the path"
         )
-    context = start.architecture.max_position_embeddings  # of this run, whatever the student's was
+    context = start.architecture.max_position_embeddings  # of this run, not that of the student
     architecture = replace(architecture, max_position_embeddings=context)
     if asdict(architecture) != asdict(start.architecture):
         raise ConfigError(f"run.load={student}: its architecture is not that of model.path")

@@ -1,6 +1,6 @@
 """Megatron's `PREFIX.idx`: writing it, and checking it before Megatron maps it.
 
-Megatron's own reader asserts on a bad header and maps whatever lengths the header claims, and its
+Megatron's own reader asserts on a bad header and maps any lengths that the header claims, and its
 writer imports torch. The file is a 34-byte header (magic, version, dtype code, counts), then int32
 lengths and int64 byte offsets per sequence, then int64 document boundaries.
 """

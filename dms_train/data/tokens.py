@@ -178,7 +178,7 @@ def build_datasets(  # noqa: PLR0913 - all named
         Training and validation samples; None where none were requested.
 
     Raises:
-        DataError: A file is missing or damaged, does not suit the model, or a split is too small
+        DataError: A file is missing or damaged, does not fit the model, or a split is too small
             for a single sample.
     """
     _check_options(options)

@@ -6,7 +6,7 @@ The holder touches the file every 20 seconds. A lock is stale, and is taken over
 
 - its process has ended: on the same machine the process number and start time tell;
 - it is of an earlier start of the same SLURM job, which SLURM has ended before it starts it again;
-- nobody has touched it for three minutes, and its process is not known to run.
+- it was not touched for three minutes, and its process is not known to run.
 
 Ages are differences between modification times on one file system, so that clocks of machines need
 not agree. Standard library only.
@@ -120,7 +120,10 @@ def _create(path: Path, text: str) -> bool:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
-    with suppress(OSError), os.fdopen(descriptor, "w") as stream:  # a full disk names nobody
+    with (
+        suppress(OSError),
+        os.fdopen(descriptor, "w") as stream,
+    ):  # on a full disk the lock names no holder
         stream.write(text)
     return True
 
@@ -186,5 +189,5 @@ def _touch(path: Path, text: str, ends: threading.Event) -> None:
         with suppress(OSError):  # a file system may fail for a moment
             if path.read_text() not in (text, ""):
                 logger().error("%s: another process has taken this lock; this one ends", path)
-                os._exit(1)  # at once: whatever it wrote now would damage the other run
+                os._exit(1)  # at once: anything it wrote now would damage the other run
             os.utime(path)

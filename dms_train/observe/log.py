@@ -20,7 +20,7 @@ def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
 
     Args:
         rank: Rank of this process; ranks other than 0 print warnings and errors only.
-        stream: Where lines go; None is whatever stderr is at the time of each line, so that a
+        stream: Where lines go; None means stderr as it is at the time of each line, so that a
             progress bar which replaces stderr can keep lines above itself.
     """
     logger = logging.getLogger(_NAME)

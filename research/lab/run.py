@@ -14,7 +14,7 @@ FOLDER` prints the table of its methods.
 
 A finished step leaves a mark in FOLDER/state and is skipped by the next call. When `--seconds` are
 over, the running commands are told to stop, which keeps what they have done, and the exit code is
-3: the same command continues. SIGTERM stops them too, and whatever ends the lab ends them.
+3: the same command continues. SIGTERM stops them too, and they end with the lab.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _LONG = ("--long-share", "0.7", *_OTHERS)
 _HAYSTACKS = ("lab_niah", "lab_variable_tracking")
 _CONTEXTS = (1, 2, 4)  # times that of the teacher
 _VALIDATION = 200  # samples more than a training takes, so that its validation split has some
-# Words that do not change results, whatever their values.
+# Words that do not change results, at any value.
 _SAME_RESULTS = (
     *("--workers=", "--config-dir=", "model.max_num_seqs=", "data.micro_batch_size="),
     "parallel.cuda_graph=",

@@ -135,7 +135,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        except Exception as error:  # whatever a template raises about its messages
+        except Exception as error:  # a template may raise any error about its messages
             reason = " ".join(str(error).split())[:200]
             raise EvaluationError(f"{self._name}: chat template: {reason}") from None
         return text

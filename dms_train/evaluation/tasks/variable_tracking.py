@@ -29,7 +29,7 @@ _LETTERS = 5
 
 
 class VariableTracking(Task):
-    """Which variable holds the value of the first chain?"""
+    """Name the variables that hold the value of the first chain."""
 
     name = "variable_tracking"
     title = "VT"

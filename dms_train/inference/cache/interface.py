@@ -35,7 +35,7 @@ def rotation_table(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttentionStep(NamedTuple):
-    """Tokens of one layer on their way into a cache, before RoPE.
+    """Tokens of one layer that enter a cache, before RoPE.
 
     With one token per sequence, `position` and the inner dimensions of the tensors are contiguous.
 

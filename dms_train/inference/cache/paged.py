@@ -49,7 +49,7 @@ _SOURCES = {rules.NEVER: NEVER, rules.EVERY: ALWAYS, rules.MARKED: SIGNAL}
 
 
 class CacheSizes(NamedTuple):
-    """How much a paged cache can hold.
+    """Sizes of a paged cache.
 
     Attributes:
         layers: Attention layers.

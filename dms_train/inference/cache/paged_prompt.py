@@ -23,7 +23,7 @@ from dms_train.kernels.prefill.sparse import PrefillState, last_slots, recent_to
 
 
 class Chunk(NamedTuple):
-    """The next tokens of some prompts, on their way into a layer.
+    """The next tokens of some prompts, as a layer receives them.
 
     Attributes:
         rows: Cache rows, int64 [b].

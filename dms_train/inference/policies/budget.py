@@ -1,4 +1,4 @@
-"""How many tokens of a sequence a policy keeps in each KV list."""
+"""Budgets: the number of tokens of a sequence that a policy keeps in each KV list."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class TOVAOptions(EveryStepOptions):
 
     Attributes:
         scope: Query heads whose mean is the score.
-        protect_last: Keep the newest token whatever its score.
+        protect_last: Keep the newest token regardless of its score.
     """
 
     scope: Annotated[str, OneOf(LAYER, GROUP)] = LAYER

@@ -17,7 +17,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.schedule.graph import PassGraph
 from dms_train.mcore.schedule.stage_tensor import stage_seq_length
-from dms_train.mcore.schedule.statistics import DeviceTotals, StepStatistics
+from dms_train.mcore.schedule.step_statistics import DeviceTotals, StepStatistics
 from dms_train.method.base import MethodOptions
 from dms_train.method.eviction_stats import EvictionStats
 from dms_train.method.layer import MethodLayer

@@ -12,7 +12,7 @@ import torch
 from dms_train.data.batches import Batch
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine
-from dms_train.mcore.schedule.statistics import DeviceTotals, PassTotals
+from dms_train.mcore.schedule.step_statistics import DeviceTotals, PassTotals
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from tests.support import tiny
 
