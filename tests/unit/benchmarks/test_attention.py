@@ -181,7 +181,7 @@ def _rounded_scores(*args: Any) -> Tensor:
 @pytest.mark.parametrize("wrong", [_no_bias_gradient, _window_off_by_one, _rounded_scores])
 def test_a_wrong_backend_is_not_within(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     assert attention_accuracy.measure(CPU, 10, ("blockwise",))["within"]
-    monkeypatch.setattr(train_cases.api, "backend", lambda name: wrong)
+    monkeypatch.setattr(train_cases.dispatch, "train_attention", lambda name: wrong)
     assert not attention_accuracy.measure(CPU, 10, ("blockwise",))["within"]
 
 

@@ -105,5 +105,5 @@ def test_without_math_verify_the_refusal_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(EvaluationError, match=r"pip install 'math-verify\[antlr4_9_3\]'"):
+    with pytest.raises(EvaluationError, match=r"pip install 'dms-train\[data\]'"):
         Verifier(1)
