@@ -93,5 +93,5 @@ def test_a_value_under_its_former_and_its_present_key_is_refused(tmp_path) -> No
     values = to_mapping(configs.config())
     values["method"]["kl_temperature"] = 2.0
     (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=r"method\.kl_temperature: unknown key; did you mean loss"):
+    with pytest.raises(ConfigError, match=r"method\.kl_temperature: .* mean loss\.kl_temp"):
         read_frozen(tmp_path / CONFIG_FILE)
