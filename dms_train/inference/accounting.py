@@ -1,8 +1,8 @@
 """Cache statistics: reads, tokens and bytes, of one request and of an engine.
 
 `cr_factor` is tokens seen over tokens held, as in `method.accounting`. Token counts are averaged
-over layers and KV heads, so that a model without compression reads t + 1 at position t. A token
-that several sequences share counts for each of them; the bytes allocated count it once.
+over layers and KV heads, so that a model without compression reads t + 1 at position t. A shared
+token counts for each sequence that holds it, but only once in the allocated bytes.
 
 Shape letters: l layers, h KV heads, b sequences, k decode steps, r cache rows.
 """
@@ -23,11 +23,11 @@ from dms_train.inference.cache.interface import KVCache
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVTrace:
-    """What a continuation had cost when each of its g tokens was generated.
+    """Cost of a continuation at the time when each of its g tokens was generated.
 
     Attributes:
-        kv_reads: float64 [g], `RequestKV.kv_reads` by then; the first token costs none.
-        live_tokens: float64 [g], tokens held then.
+        kv_reads: float64 [g], `RequestKV.kv_reads` at that time; 0 for the first token.
+        live_tokens: float64 [g], tokens held at that time.
     """
 
     kv_reads: Tensor
@@ -36,21 +36,21 @@ class KVTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestKV:
-    """The cache of one request so far, at its end when it finished.
+    """Cache statistics of one request so far.
 
     Attributes:
         tokens: Tokens seen, evicted ones included.
-        cached_tokens: Prompt tokens that a snapshot held, so that they were not computed.
+        cached_tokens: Prompt tokens taken from a snapshot instead of being computed.
         kv_reads: Slots attended, summed over the decode steps.
         prefill_reads: Slots attended, summed over the prompt's queries.
         live_tokens: Tokens held.
         peak_live_tokens: Most tokens held after any forward pass.
-        live_bytes: Of the tokens held, all layers and heads.
-        peak_live_bytes: Most of them.
-        allocated_bytes: Of the slots reserved for them.
-        peak_allocated_bytes: Most of them.
+        live_bytes: Bytes of the tokens held, in all layers and KV heads.
+        peak_live_bytes: Largest value of `live_bytes` after any forward pass.
+        allocated_bytes: Bytes of the slots reserved for these tokens.
+        peak_allocated_bytes: Largest value of `allocated_bytes` after any forward pass.
         cr_factors: float64 [l, h], tokens seen over tokens held.
-        trace: The costs at each generated token; None unless asked for.
+        trace: Cost at each generated token; None unless requested.
     """
 
     tokens: int
@@ -74,18 +74,18 @@ class RequestKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TotalKV:
-    """All requests of an engine together.
+    """Cache statistics of all requests of an engine.
 
     Attributes:
-        requests: Finished ones; each of `n` continuations counts.
-        tokens: Tokens seen by them.
-        kv_reads: As in `RequestKV`, summed.
-        prefill_reads: Likewise.
+        requests: Number of finished requests; each of `n` continuations counts.
+        tokens: Tokens seen by finished requests.
+        kv_reads: `RequestKV.kv_reads`, summed over finished requests.
+        prefill_reads: `RequestKV.prefill_reads`, summed over finished requests.
         peak_live_tokens: Most tokens held at the same time.
-        live_bytes: Of tokens held now.
-        peak_live_bytes: Most of them.
-        allocated_bytes: Of the memory that holds tokens now, page tables included.
-        peak_allocated_bytes: Most of them.
+        live_bytes: Bytes of the tokens held now.
+        peak_live_bytes: Largest value of `live_bytes` so far.
+        allocated_bytes: Bytes of the memory that holds tokens now, page tables included.
+        peak_allocated_bytes: Largest value of `allocated_bytes` so far.
         cr_factors: float64 [l, h], tokens seen over tokens held when requests finished.
     """
 
@@ -115,26 +115,26 @@ class PassCounts:
 
     Attributes:
         live: Tokens held afterwards, [l, b, h].
-        sums: Of each sequence the three numbers, over its l * h KV lists.
+        by_sequence: For each sequence, the same three numbers summed over its l * h KV lists.
     """
 
     def __init__(self, lists: Tensor) -> None:
         self.live: NDArray[Any] = lists[1].numpy()
-        self.sums: list[list[int]] = lists.sum((1, 3)).T.tolist()
+        self.by_sequence: list[list[int]] = lists.sum((1, 3)).T.tolist()
 
 
 class DecodeCost(NamedTuple):
-    """What the tokens of one sequence have cost in a group of decode steps, over its KV lists.
+    """Cost of the tokens of one sequence in a decode burst, summed over its KV lists.
 
     Attributes:
-        prompt_reads: Slots attended by the first step if that computes a prompt token; else 0.
+        prompt_reads: Slots attended by the first step if it computes a prompt token; else 0.
         reads: Slots attended by the other steps.
         live: Tokens held at the end.
         held: Slots reserved at the end.
         most_live: Most tokens held after any step.
         most_held: Most slots reserved after any step.
         lists: Tokens held by each KV list at the end, [l, h].
-        steps: Slots attended up to each step of the group, and tokens held after it, [2, k].
+        steps: Slots attended up to each step of the burst, and tokens held after it, [2, k].
     """
 
     prompt_reads: int
@@ -148,11 +148,11 @@ class DecodeCost(NamedTuple):
 
 
 class BurstCounts:
-    """Cache reads and contents of a group of decode steps, of all cache rows.
+    """Cache reads and contents of a decode burst, of all cache rows.
 
     Args:
         reads: Slots attended in each step, int32 [k, l, r, h].
-        live: Tokens held after it, likewise.
+        live: Tokens held after each step, int32 [k, l, r, h].
         page_slots: Slots of a page, a power of two.
 
     Attributes:
@@ -162,37 +162,37 @@ class BurstCounts:
     def __init__(self, reads: NDArray[Any], live: NDArray[Any], page_slots: int) -> None:
         self._live = live
         held = (np.maximum(reads, live) + (page_slots - 1)) & -page_slots
-        # over layers first, which adds neighbouring numbers; none overflows
-        sums = [x.sum(1, dtype=x.dtype).sum(-1) for x in (reads, live, held)]  # [k, r] each
-        self.most_live = int(sums[1].sum(-1).max())
-        most = [np.maximum.accumulate(x) for x in sums[1:]]
-        # reads up to each step, tokens and slots after it, and the most of both: [5, k, r]
-        self._sums = np.stack([sums[0].cumsum(0), *sums[1:], *most])
+        # over layers first, because that adds neighbouring numbers; int32 is wide enough
+        by_row = [x.sum(1, dtype=x.dtype).sum(-1) for x in (reads, live, held)]  # [k, r] each
+        self.most_live = int(by_row[1].sum(-1).max())
+        peaks = [np.maximum.accumulate(x) for x in by_row[1:]]
+        # reads up to each step, tokens and slots after it, and the peaks of both: [5, k, r]
+        self._by_row = np.stack([by_row[0].cumsum(0), *by_row[1:], *peaks])
 
     def costs(
         self, rows: NDArray[Any], steps: NDArray[Any], prefill: NDArray[Any]
     ) -> list[DecodeCost]:
-        """What the first steps of sequences have cost.
+        """Return the cost of the first steps of sequences.
 
         Args:
-            rows: int64 [b], their cache rows.
-            steps: int64 [b], how many count, at least 1.
-            prefill: bool [b], whether the first step computed a prompt token.
+            rows: int64 [b], cache rows of the sequences.
+            steps: int64 [b], number of steps to count, at least 1.
+            prefill: bool [b], True if the first step computed a prompt token.
         """
         last = steps - 1
-        reads, *contents = self._sums[:, last, rows]
-        of_prompt = self._sums[0, 0, rows] * prefill
-        numbers = np.stack([of_prompt, reads - of_prompt, *contents]).tolist()
+        reads, *contents = self._by_row[:, last, rows]
+        prompt_reads = self._by_row[0, 0, rows] * prefill
+        numbers = np.stack([prompt_reads, reads - prompt_reads, *contents]).tolist()
         lists = self._live[last, :, rows]
-        each = np.moveaxis(self._sums[:2, :, rows], -1, 0)
+        each = np.moveaxis(self._by_row[:2, :, rows], -1, 0)
         return list(map(DecodeCost, *numbers, lists, each))
 
 
 class Meter:
-    """Counts for one request; peaks and reads start again with `restart`.
+    """Counter of the cost of one request.
 
     Attributes:
-        cached_tokens: Prompt tokens that a snapshot held.
+        cached_tokens: Prompt tokens taken from a snapshot.
         tokens: Tokens of the request that are computed and counted.
     """
 
@@ -200,10 +200,10 @@ class Meter:
         self.restart()
 
     def restart(self, *, traced: bool = False) -> None:
-        """Reset reads and peaks, as at the start of another turn.
+        """Reset reads and peaks at the start of a request or turn.
 
         Args:
-            traced: Whether to keep the costs at each generated token.
+            traced: Keep the cost at each generated token.
         """
         self.cached_tokens = 0
         self._decode_reads = self._prefill_reads = 0  # over all KV lists
@@ -232,15 +232,15 @@ class Meter:
         """Count one forward pass.
 
         Args:
-            counts: Of all sequences of the pass.
-            index: Which of them this request is.
-            tokens: Tokens of the request that are computed now.
+            counts: Counts of all sequences of the pass.
+            index: Index of this request among them.
+            tokens: Tokens of the request that are computed after the pass.
             slot_bytes: Bytes of one slot.
-            prefill: Whether the pass computed prompt tokens.
-            generates: Whether a token is sampled behind it.
+            prefill: True if the pass counts as prefill.
+            generates: True if a token is sampled after the pass.
         """
         self.tokens, self._slot_bytes = tokens, slot_bytes
-        reads, live, held = counts.sums[index]
+        reads, live, held = counts.by_sequence[index]
         self._live = counts.live[:, index]
         if prefill:
             self._prefill_reads += reads
@@ -253,12 +253,12 @@ class Meter:
         self._raise_peak(live, held)
 
     def decode(self, cost: DecodeCost, *, steps: int, tokens: int, slot_bytes: int) -> None:
-        """Count the first steps of a group, of which each generates a token.
+        """Count the first steps of a decode burst; each of them generates a token.
 
         Args:
-            cost: Of these steps.
-            steps: How many count, at least 1.
-            tokens: Tokens of the request that are computed after these.
+            cost: Cost of these steps.
+            steps: Number of steps to count, at least 1.
+            tokens: Tokens of the request that are computed after these steps.
             slot_bytes: Bytes of one slot.
         """
         self.tokens, self._slot_bytes, self._live = tokens, slot_bytes, cost.lists
@@ -277,7 +277,7 @@ class Meter:
         self._peak = max(most_live, live), max(most_held, held)
 
     def report(self) -> RequestKV:
-        """The numbers so far."""
+        """Return the statistics so far."""
         kv_lists, slot_bytes = max(1, self._live.size), self._slot_bytes
         return RequestKV(
             tokens=self.tokens,
@@ -295,7 +295,7 @@ class Meter:
         )
 
     def _report_trace(self) -> KVTrace:
-        """Copies, because the arrays grow."""
+        """Return a trace of copies, because the arrays continue to grow."""
         kv_lists = max(1, self._live.size)
         reads, live = (
             torch.from_numpy(np.array(x, np.float64) / kv_lists)
@@ -305,7 +305,7 @@ class Meter:
 
 
 class TotalMeter:
-    """Counts for an engine; what it keeps does not grow with the requests."""
+    """Counter of the cost of all requests of an engine; its memory does not grow with them."""
 
     def __init__(self, cache: KVCache, rows: Tensor) -> None:
         self._cache, self._rows = cache, rows
@@ -315,25 +315,27 @@ class TotalMeter:
         self._peak = 0  # tokens of all KV lists
 
     def live(self) -> Tensor:
-        """Tokens that all KV lists hold now, int64 on the device of the cache."""
+        """Return the number of tokens that all KV lists hold now, int64 on the cache's device."""
         return self._cache.live(self._rows).sum()
 
     def step(self, live: int) -> None:
-        """Update the peaks after a forward pass that left so many tokens, or a group of them."""
+        """Update the peak after a forward pass or a burst that left `live` tokens in the cache."""
         self._peak = max(self._peak, live)
 
     def finish(self, request: RequestKV) -> None:
-        """Add a finished request; one without a computed token holds nothing."""
+        """Add a finished request; the compression ratio skips requests without computed tokens."""
         self._requests += 1
         self._tokens += request.tokens
         self._reads += request.kv_reads
         self._prefill_reads += request.prefill_reads
         if request.tokens:
-            held = request.tokens / request.cr_factors.numpy()  # quicker than torch for so few
+            held = (
+                request.tokens / request.cr_factors.numpy()
+            )  # numpy is quicker than torch on so few numbers
             self._held = held if self._held is None else self._held + held
 
     def report(self) -> TotalKV | None:
-        """The totals; None before any request with a computed token has finished."""
+        """Return the statistics; None before any request with a computed token has finished."""
         if self._held is None:
             return None
         return TotalKV(

@@ -1,4 +1,4 @@
-"""The cache for the options of an engine, and its size."""
+"""Builder that chooses and sizes the KV cache for the options of an engine."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _CACHES: dict[type, type[PagedKVCache]] = {
     BudgetRule: BudgetPagedCache,
     PageRule: SelectingPagedCache,
 }
-_HOST_BYTES = 2**30  # of a pool on the CPU; pages take memory when they are first written
-_LOGITS = 4  # copies of the logits, in float32, that sampling takes, at most
-_GRAPHS = 4  # times the logits of all sequences that captured steps of all sizes hold, at most
+_HOST_BYTES = 2**30  # size of a pool on the CPU; its pages take memory at their first write
+_LOGITS = 4  # most copies of the logits, in float32, that sampling takes
+_GRAPHS = 4  # most copies of the logits of all sequences that captured steps hold
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
@@ -79,10 +79,10 @@ def _compact(
 def _slabs(
     model: LoadedModel, cache: CompactCache, options: EngineOptions, cache_bytes: int
 ) -> int:
-    """Return the most slabs that fit beside what the policy keeps for all sequences.
+    """Return the most slabs that fit in addition to the policy's state for all sequences.
 
     Raises:
-        InferenceError: Not one fits.
+        InferenceError: Not even one slab fits.
     """
     pool, tokens = cache.pool, cache.policy.state_tokens
     row_bytes = _policy_bytes(model, cache.policy, options) * _copies(cache.policy, options)
@@ -90,7 +90,7 @@ def _slabs(
     longest = longest_sequence(model.architecture, options)
 
     def total(slabs: int) -> int:
-        """Return bytes if one sequence fills all slabs; all rows have tensors as long as its."""
+        """Return the bytes if one sequence fills all slabs; it sets the length of all rows."""
         slots = slabs * pool.slab_bytes // pool.slot_bytes
         entries = -(-min(longest, -(-slots // kv_lists)) // tokens) if tokens else 1
         return slabs * pool.slab_bytes + options.max_num_seqs * row_bytes * entries
@@ -107,9 +107,9 @@ def _slabs(
 
 @torch.no_grad()
 def _policy_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Return the policy's bytes for a sequence, or for each entry of tensors that grow.
+    """Return the bytes of the policy's state for a sequence, or per entry if its tensors grow.
 
-    One token is computed to find out; these tensors take their shapes from it.
+    They are measured by computing one token, because its tensors get their shapes from it.
     """
     cache = _compact(model, policy, replace(options, slab_pages=1), 1)
     cache.assign(0, RequestSizes(1, 2, 0))
@@ -119,13 +119,13 @@ def _policy_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOption
 
 
 def kept_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Return the bytes beside pages that the kernels' cache sets aside for a policy."""
+    """Return the bytes that the kernels' cache reserves for the state of a policy."""
     fewest = model.architecture.num_layers * model.architecture.num_query_groups
     return _paged(model, policy, options, fewest).policy_bytes * _copies(policy, options)
 
 
 def _copies(policy: CachePolicy, options: EngineOptions) -> int:
-    """Return how often a policy's state is held: by each sequence and each snapshot."""
+    """Return the number of copies of a policy's state per sequence: its own and its snapshot's."""
     return 2 if options.enable_prefix_caching and policy.shareable else 1
 
 
@@ -142,10 +142,10 @@ def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:
 
 
 def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> bool:
-    """Return whether the decode kernels compute, and log why not where one would expect them.
+    """Return whether the decode kernels run the model; on a GPU, log the reason if they do not.
 
     Raises:
-        InferenceError: They are asked for but cannot.
+        InferenceError: The kernels were requested but cannot run the model.
     """
     obstacle = _obstacle(model, policy, options)
     wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
@@ -166,7 +166,7 @@ def _log_once(message: str) -> None:
 
 
 def _obstacle(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> str | None:
-    """Return why the kernels cannot compute; None if they can."""
+    """Return the reason why the kernels cannot run the model; None if they can."""
     if not dispatch.is_supported(torch.device(options.device)):
         return f"triton does not run on {options.device}"
     if options.page_slots & (options.page_slots - 1):
@@ -212,10 +212,10 @@ def _stored(model: LoadedModel, options: EngineOptions) -> torch.dtype:
 
 
 def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Return the pages of the pool: as many as sequences can fill and memory allows.
+    """Return the number of pages: as many as sequences can fill and memory allows.
 
     Raises:
-        InferenceError: There is not one page for each layer and KV head.
+        InferenceError: Memory is too small for one page per layer and KV head.
     """
     a, size = model.architecture, options.page_slots
     kv_lists = a.num_layers * a.num_query_groups
@@ -244,7 +244,7 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
 
 @torch.no_grad()
 def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Run a step of the most tokens, and return the bytes of the GPU that it leaves."""
+    """Run the largest step, and return the GPU memory that it leaves for the cache, in bytes."""
     a, device = model.architecture, torch.device(options.device)
     chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
     b = max(1, min(options.max_num_seqs, options.max_num_batched_tokens // chunk))
@@ -257,7 +257,7 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     rows = torch.arange(b, device=device)
     model.decoder(TokenBatch.rectangular(torch.zeros_like(position), position, rows), cache)
     peak = torch.cuda.max_memory_allocated(device) - before
-    # what describes the rows, and as many snapshots of them
+    # page tables and policy state of all rows, and of as many snapshots
     tables = cache.table_bytes + options.max_num_seqs * cache.snapshot_bytes
     del cache
     torch.cuda.empty_cache()
@@ -265,4 +265,5 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     copies = _LOGITS * 4 + _GRAPHS * model.dtype.itemsize
     logits = copies * options.max_num_seqs * a.vocab_size
     budget = int(options.gpu_memory_utilization * total) - (total - free)
-    return budget - 2 * peak - logits - tables  # captured chunks have memory of their own
+    # twice the peak, because captured chunks have their own memory
+    return budget - 2 * peak - logits - tables

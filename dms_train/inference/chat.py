@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, with the template of the model directory."""
+"""Chat template of a model directory, which turns chat messages into a prompt."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_TEMPLATE = "the model has no chat template; use LLM.generate or /v1/completi
 
 
 class ChatTemplate:
-    """The template of a model, run by transformers in Jinja's sandbox.
+    """Chat template of a model; transformers runs it in Jinja's sandbox.
 
     Args:
-        tokenizer: Of transformers; None for a model without a template.
+        tokenizer: Tokenizer of transformers; None for a model without a template.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
@@ -50,7 +50,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text that the model continues as the assistant.
 
-        `developer` becomes `system` where the template does not name it.
+        The role `developer` becomes `system` if the template does not name it.
 
         Args:
             messages: As `plain_messages` returns them.
@@ -82,7 +82,7 @@ class ChatTemplate:
         messages = with_known_roles(messages, self._source)
         try:
             text: str = apply(messages)
-        except Exception as error:  # whatever a template raises about its messages
+        except Exception as error:  # templates raise errors of any type about their messages
             reason = " ".join(str(error).split())[:200]
             raise InferenceError(f"messages: the chat template refuses them: {reason}") from None
         lost = find_lost(messages, apply)
@@ -94,7 +94,7 @@ class ChatTemplate:
         return text
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Check that the template reads variables.
+        """Fail if the template does not read one of these variables.
 
         Raises:
             InferenceError: There is no template, or it does not read one of them.
@@ -115,16 +115,16 @@ class ChatTemplate:
 
     @property
     def _source(self) -> str:
-        """The template, or all of several named ones; empty without one."""
-        found = "" if self._tokenizer is None else self._tokenizer.chat_template
-        return found if isinstance(found, str) else "\n".join(found.values())
+        """Text of the template, or of all named templates; empty without one."""
+        source = "" if self._tokenizer is None else self._tokenizer.chat_template
+        return source if isinstance(source, str) else "\n".join(source.values())
 
     @cached_property
     def _variables(self) -> set[str]:
-        """Variables that the template reads and does not only set."""
+        """Variables that the template reads, except those that it only sets."""
         from jinja2 import Environment, TemplateSyntaxError, meta
 
-        # transformers' own tag, which marks what the assistant says
+        # remove a tag of transformers that jinja2 does not know; it marks the assistant's text
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._source)
         try:
             return meta.find_undeclared_variables(Environment(extensions=[_LOOPS]).parse(source))

@@ -29,7 +29,7 @@ class DecodeInputs(NamedTuple):
     Attributes:
         tokens: int64; -1 for the newest token of the cache row, which the previous step sampled.
         position: int64.
-        rows: int64, cache rows; -1 for an unused batch slot.
+        rows: int64, cache rows; -1 for an unused entry.
         keys: int64, streams of random numbers.
         temperature: float64.
         limits: Top-k, top-p and min-p; None if no sequence has any.

@@ -24,15 +24,16 @@ from dms_train.inference.runner import DecodeBurst, Launched, ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
+from dms_train.inference.sequence_state import FINISHED
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
 
 
 class InferenceEngine:
     """Continues requests, one step at a time.
 
-    A request waits until it fits into the cache, by priority and order of arrival. From then on
-    it takes part in every step until it finishes or is aborted. When the cache is full, the most
-    recent requests are preempted and computed again later; their tokens stay the same.
+    Requests wait, in the order of priority and arrival, until they fit into the cache. From then
+    on, a request takes part in every step until it finishes or is aborted. If the cache is full,
+    the most recent requests are preempted and computed again later; their tokens stay the same.
 
     Args:
         model: Directory or hub id (local cache only), of a family in `families`, dense or exported
@@ -62,8 +63,8 @@ class InferenceEngine:
         self.tokenizer = None if directory is None else Tokenizer.load(directory)
         with launches_on(options.device):
             self._runner = ModelRunner(loaded, options)
-        self._memory = KVCacheManager(self._runner.cache, options)
-        self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)
+        self._cache_manager = KVCacheManager(self._runner.cache, options)
+        self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._cache_manager)
         self._builder = RequestBuilder(
             self.tokenizer,
             stop_ids=frozenset() if directory is None else read_stop_ids(directory),
@@ -92,20 +93,20 @@ class InferenceEngine:
 
     @property
     def decoding(self) -> int:
-        """Number of unfinished sequences whose prompts are computed."""
-        placed = self._scheduler.placed
-        return sum(not s.prefilling and s.finish_reason is None for s in placed)
+        """Number of unfinished sequences whose prompts have been computed."""
+        admitted = self._scheduler.admitted
+        return sum(not s.prefilling and s.status is not FINISHED for s in admitted)
 
     @property
     def unfinished(self) -> int:
         """Number of sequences that wait or run."""
-        placed = self._scheduler.placed
-        return len(self._scheduler.waiting) + sum(s.finish_reason is None for s in placed)
+        admitted = self._scheduler.admitted
+        return len(self._scheduler.waiting) + sum(s.status is not FINISHED for s in admitted)
 
     @property
-    def free_rows(self) -> int:
-        """Number of cache rows without a sequence."""
-        return len(self._scheduler.free_rows)
+    def free_batch_slots(self) -> int:
+        """Number of batch slots without a sequence."""
+        return len(self._scheduler.free_batch_slots)
 
     @property
     def allocated_bytes(self) -> int:
@@ -174,7 +175,7 @@ class InferenceEngine:
         self._builder.add_prompt(request, prompt, params, new_tokens=longest - 1)
         self._requests[request.request_id] = request
         for sequence, continuation in zip(request.sequences, given, strict=True):
-            sequence.give(continuation)
+            sequence.append_given(continuation)
             self._scheduler.add(sequence)
         return request.request_id
 
@@ -193,7 +194,7 @@ class InferenceEngine:
         """Queue the next prompt of a conversation, which follows all of its tokens so far.
 
         Args:
-            request_id: From `open_conversation`; its last turn has finished.
+            request_id: From `open_conversation`; the last turn must have finished.
             prompt: Text or token ids of this turn only.
             params: Sampling parameters; `n` must be 1.
 
@@ -210,11 +211,11 @@ class InferenceEngine:
         request = self._requests[request_id]
         self._builder.add_prompt(request, prompt, params)
         for sequence in request.sequences:
-            if sequence.row is None:
-                self._scheduler.remove(sequence)  # a preempted sequence waits already
+            if sequence.batch_slot is None:
+                self._scheduler.remove(sequence)  # a preempted sequence is queued already
                 self._scheduler.add(sequence)
             else:
-                self._memory.assign(sequence)
+                self._cache_manager.assign(sequence)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work."""
@@ -224,15 +225,15 @@ class InferenceEngine:
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Compute one token of every decoding sequence, and parts of prompts within the limits.
 
-        Up to `decode_steps` tokens are computed if all requests are returned only when they have
-        finished, keep no cache, and are sampled on the device.
+        A step decodes up to `decode_steps` tokens of each sequence if all requests are returned
+        only when they have finished, keep no cache, and are sampled on the device.
 
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
 
-        On a GPU, decode steps are only launched, and prompts after them; the tokens of the previous
-        step are returned. If the sampling of a sequence needs the host, the host waits for it and
-        for the prompts of the step.
+        On a GPU, a step launches its decode steps, then its prompts, and returns the tokens of the
+        previous step. If a sequence needs the host for sampling, the host waits for that sequence
+        and for the prompts of the step.
 
         Args:
             request_ids: Requests that may take part; None for all.
@@ -258,7 +259,7 @@ class InferenceEngine:
         """Forget a request and free its cache at once; ignore an unknown id."""
         request = self._requests.pop(request_id, None)
         with ExitStack() as stack:  # run all callbacks even if one of them fails
-            stack.callback(self._memory.forget, request_id)
+            stack.callback(self._cache_manager.forget, request_id)
             for sequence in request.sequences if request is not None else ():
                 self._discard(sequence)
                 stack.callback(self._scheduler.remove, sequence)
@@ -271,10 +272,10 @@ class InferenceEngine:
         """Return the positions of the tokens of a request that the cache holds now.
 
         Args:
-            request_id: Request id; of several continuations the first one counts.
+            request_id: Request id; the first of several continuations counts.
 
         Returns:
-            int64 [live] on the CPU for each layer and KV head; None while the request waits, or if
+            int64 [live] on the CPU for each layer and KV head. None while the request waits, or if
             the cache keeps no positions.
 
         Raises:
@@ -282,8 +283,8 @@ class InferenceEngine:
         """
         if request_id not in self._requests:
             raise InferenceError(f"request {request_id}: not known, or freed")
-        row = self._requests[request_id].sequences[0].row
-        return None if row is None else self._runner.cache.positions(row)
+        slot = self._requests[request_id].sequences[0].batch_slot
+        return None if slot is None else self._runner.cache.positions(slot)
 
     @launches
     def logits(self, token_ids: list[int]) -> Tensor:
@@ -305,7 +306,7 @@ class InferenceEngine:
     def hidden_states(self, token_ids: list[int]) -> Tensor:
         """Compute the last hidden states at every token of a text; return them on the host.
 
-        Their product with `head` are the logits, which take much more memory.
+        The product of the hidden states and `head` is the logits, which take much more memory.
 
         Args:
             token_ids: The text.
@@ -337,10 +338,10 @@ class InferenceEngine:
                 plan = self._scheduler.schedule(time.monotonic(), {sequence})
                 if not plan.batch:
                     raise InferenceError("the cache is too small for the text; raise cache_bytes")
-                done = self._runner.step(plan.batch, hidden_states=True)
-                assert done.hidden is not None
-                yield done.hidden
-                self._runner.count(done)
+                forward_pass = self._runner.step(plan.batch, hidden_states=True)
+                assert forward_pass.hidden is not None
+                yield forward_pass.hidden
+                self._runner.count(forward_pass)
             self._runner.total.finish(sequence.meter.report())
         finally:
             self._scheduler.remove(sequence)
@@ -355,7 +356,7 @@ class InferenceEngine:
     def _finish(self, sequence: Sequence) -> None:
         """Count a finished sequence, and free its cache unless it is kept."""
         self._runner.total.finish(sequence.meter.report())
-        self._memory.finish(sequence)
+        self._cache_manager.finish(sequence)
         if not self._requests[sequence.request_id].keep_cache:
             self._scheduler.remove(sequence)
 
@@ -363,7 +364,7 @@ class InferenceEngine:
         """Compute a planned step, and sample the next tokens.
 
         Args:
-            plan: The step; tokens in flight of the sequences that it ends are still received.
+            plan: The step. In-flight tokens of the sequences that it ends are still received.
         """
         before = self._launched
         decoding: list[Sequence] = []
@@ -373,10 +374,10 @@ class InferenceEngine:
                 decoding.append(sequence)
             else:
                 rest.append((sequence, count))
-        steps = self._scheduler.group(plan) if self._can_burst(decoding, rest) else 1
+        steps = self._scheduler.burst_steps(plan) if self._can_burst(decoding, rest) else 1
         self._launched = [self._runner.launch(decoding, steps)] if decoding else []
-        known = not any(sequence.ahead for sequence, _ in rest)  # the host has all their tokens
-        if rest and known and self._runner.can_sample_all(rest):
+        host_knows_tokens = not any(sequence.num_inflight_tokens for sequence, _ in rest)
+        if rest and host_knows_tokens and self._runner.can_sample_all(rest):
             self._launched.append(self._runner.launch_pass(rest))
             self._snapshot(rest)
             rest = []
@@ -384,20 +385,20 @@ class InferenceEngine:
         for sequence in plan.ended:
             self._discard(sequence)
         self._advanced += plan.ended
-        rest = [part for part in rest if part[0].finish_reason is None]
+        rest = [part for part in rest if part[0].status is not FINISHED]
         if rest:
             self._compute(rest)
 
     def _can_burst(self, decoding: list[Sequence], rest: list[tuple[Sequence, int]]) -> bool:
-        """Return whether a burst delays prompts only, and no request is streamed."""
+        """Return whether a burst may run: it delays prompts only, and no request is streamed."""
         if self.options.enable_prefix_caching or not all(s.prefilling for s, _ in rest):
             return False
         taking_part = [*decoding, *(sequence for sequence, _ in rest)]
-        return all(self._requests[s.request_id].grouped for s in taking_part)
+        return all(self._requests[s.request_id].allows_bursts for s in taking_part)
 
     def _outputs(self, sequences: list[Sequence]) -> list[RequestOutput]:
         """Return the outputs of sequences that have advanced, and free those that have ended."""
-        ended = [sequence for sequence in sequences if sequence.finish_reason is not None]
+        ended = [sequence for sequence in sequences if sequence.status is FINISHED]
         for sequence in ended:
             sequence.text.finish()
         ids = dict.fromkeys(sequence.request_id for sequence in sequences)
@@ -407,7 +408,7 @@ class InferenceEngine:
             self._finish(sequence)
         for request in requests:
             if request.finished:
-                self._memory.forget(request.request_id)
+                self._cache_manager.forget(request.request_id)
             if request.finished and not request.keep_cache:
                 del self._requests[request.request_id]
         return outputs
@@ -416,7 +417,7 @@ class InferenceEngine:
         """Abort the requests of a step that has failed, and those of `others`."""
         launched, self._launched = self._launched, []
         computed = [sequence for sequence, _ in plan.batch]
-        failed = [*computed, *plan.placed, *plan.ended, *others]
+        failed = [*computed, *plan.admitted, *plan.ended, *others]
         ids = dict.fromkeys(sequence.request_id for sequence in failed)
         self._advanced = [s for s in self._advanced if s.request_id not in ids]
         with ExitStack() as stack:  # runs all callbacks, the last one first
@@ -427,16 +428,16 @@ class InferenceEngine:
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
         """Compute a pass whose tokens the host samples."""
-        done = self._runner.step(batch)
+        forward_pass = self._runner.step(batch)
         self._snapshot(batch)
         chosen = [sequence for sequence, _ in batch if sequence.is_sampled]
-        sampled = sample(done.logits, [s.sampling_row() for s in chosen]) if chosen else []
-        self._runner.count(done)
+        sampled = sample(forward_pass.logits, [s.sampling_row() for s in chosen]) if chosen else []
+        self._runner.count(forward_pass)
         self._advanced += [sequence for sequence, _ in batch]
         for sequence, _ in batch:
-            if sequence.given_only and not sequence.remaining:
+            if sequence.score_only and not sequence.remaining:
                 self._observe(sequence)
-                sequence.finish_reason = "length"
+                sequence.finish("length")
         for sequence, token in zip(chosen, sampled, strict=True):
             self._observe(sequence)
             sequence.append(token)
@@ -444,7 +445,7 @@ class InferenceEngine:
     def _snapshot(self, batch: list[tuple[Sequence, int]]) -> None:
         """Take the snapshots that are planned after this pass."""
         for sequence, _ in batch:
-            self._memory.take_planned(sequence)
+            self._cache_manager.take_planned(sequence)
 
     def _receive(self, launched: list[Launched]) -> None:
         """Receive the tokens of launched bursts and passes."""
@@ -454,12 +455,12 @@ class InferenceEngine:
             for sequence in self._runner.receive(part):
                 self._observe(sequence)
                 self._advanced.append(sequence)
-                if sequence.finish_reason is not None:
+                if sequence.status is FINISHED:
                     self._discard(sequence)
 
     def _discard(self, sequence: Sequence) -> None:
-        """Drop the tokens in flight of a sequence that has ended."""
-        sequence.ahead = 0
+        """Drop the in-flight tokens of a sequence that has ended."""
+        sequence.num_inflight_tokens = 0
         for part in self._launched:
             part.unwanted.add(sequence)
 
@@ -475,7 +476,7 @@ class InferenceEngine:
         later: list[Sequence] = []
         for sequence in dict.fromkeys(self._advanced):
             request = self._requests.get(sequence.request_id)
-            if request is not None and (sequence.finish_reason or not request.final_only):
+            if request is not None and (sequence.status is FINISHED or not request.final_only):
                 (now if allowed is None or sequence in allowed else later).append(sequence)
         self._advanced = later
         return now

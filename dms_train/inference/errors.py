@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class InferenceError(ValueError):
-    """A model, an option or a prompt that cannot be used; one line that names what to change."""
+    """Error of a model, an option or a prompt that cannot be used; its line says what to change."""

@@ -1,8 +1,8 @@
-"""The paged cache of `generate()` of an export, one layer at a time.
+"""Paged cache for `generate()` of an export, one layer at a time.
 
-The modelling code of an export (`export/shipped/generation_dms.py`) loads this module where this
-package is installed. It brings tokens with RoPE applied and with padding before the texts; the
-cache wants texts without padding. Keep the signatures: exports of older versions call them too.
+The modelling code of an export (`export/shipped/generation_dms.py`) loads this module if this
+package is installed. It passes tokens with RoPE applied and with padding before the texts. The
+cache needs texts without padding. Keep the signatures: exports of older versions call them too.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n tokens, d head size.
 """
@@ -26,11 +26,11 @@ from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.kernels import dispatch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_TOKENS = 4096  # of a prompt at once
-_PAGES = 256  # of a new pool
-_MOST_PAGES = 2**14  # that are taken at once before they are needed
-_STEPS = 128  # layers' steps for which pages are taken at once, so that the host seldom waits
-_ENDLESS = 2**24  # a window that no sequence leaves; it needs no ring
+_MOST_TOKENS = 4096  # most tokens of one `attend` of a prompt
+_PAGES = 256  # pages of a new pool
+_MOST_PAGES = 2**14  # most pages that are allocated at once before they are needed
+_STEPS = 128  # steps of a layer to allocate pages for at once, so that the host seldom waits
+_ENDLESS = 2**24  # window longer than any sequence; it needs no ring
 
 
 class ExportTokens(Protocol):
@@ -57,7 +57,7 @@ class ExportTokens(Protocol):
 
 
 def supports(key: Tensor) -> bool:
-    """Return whether the kernels run where these keys [b, h, n, d] are, and take them."""
+    """Return whether the kernels support the device, dtype and head size of keys [b, h, n, d]."""
     return key.dtype in _DTYPES and key.shape[-1] % 2 == 0 and dispatch.is_supported(key.device)
 
 
@@ -67,7 +67,7 @@ def open_pages(
     """Create an empty cache for one layer.
 
     Args:
-        key: [b, h, n, d], like those that will be stored.
+        key: [b, h, n, d], of the shape, dtype and device of the keys to store.
         window: Distance up to which a token is always read.
         shift: Distance from a token to the decision that governs it.
         pool: Pool of another layer on the same device; None creates one.
@@ -82,7 +82,7 @@ def open_pages(
 
 
 class GrowingPool(DevicePool):
-    """A pool that allocates more memory when it is full, as the lengths are not known before.
+    """Page pool that allocates more memory when it is full, because lengths are not known before.
 
     Pages keep their numbers.
     """
@@ -93,7 +93,7 @@ class GrowingPool(DevicePool):
         return self.pages.nbytes
 
     def reserve(self, count: int) -> None:
-        """Have `count` free pages ready, which kernels may pop from now on."""
+        """Ensure that kernels can pop `count` free pages from now on."""
         if self._left < count:
             self._ensure(max(count, min(_STEPS * count, _MOST_PAGES)))
         super().reserve(count)
@@ -103,14 +103,14 @@ class GrowingPool(DevicePool):
             self._ensure(count)
 
     def _ensure(self, count: int) -> None:
-        """Have `count` free pages, as the device counts them."""
+        """Ensure `count` free pages by the exact count of the device."""
         if not self._exact:
             self._read()
         if self._left < count:
             self._add(max(count - self._left, self.max_pages // 4))
 
     def _add(self, count: int) -> None:
-        """Take memory for `count` more pages; their number on the device is known."""
+        """Allocate `count` more pages; the host must know the exact number of free pages."""
         have, total = self.max_pages + 1, self.max_pages + 1 + count
         wider = self.pages.new_empty(total, *self.pages.shape[1:])
         wider[:have] = self.pages
@@ -126,13 +126,13 @@ class GrowingPool(DevicePool):
 
 
 class ExportPages(PagedKVCache):
-    """A paged cache of one layer.
+    """Paged cache of one layer.
 
     Args:
         pool: Pool of the pages.
-        policy: One that the kernels support.
-        rows: Sequences.
-        heads: KV heads.
+        policy: Policy that the kernels support.
+        rows: Number of sequences.
+        heads: Number of KV heads.
     """
 
     pool: GrowingPool
@@ -140,11 +140,11 @@ class ExportPages(PagedKVCache):
     def __init__(self, pool: GrowingPool, policy: CachePolicy, *, rows: int, heads: int) -> None:
         super().__init__(pool, policy, CacheSizes(1, rows, heads, group=1, longest=0))
         self.rows = rows
-        self._most = 0  # no sequence has more tokens
+        self._most = 0  # an upper bound of the tokens of each sequence
         self._seen = torch.zeros(rows, dtype=torch.int64, device=pool.device)
 
     def queries_at_once(self, lists: int, keys: int) -> int:
-        """Return the most tokens of one `attend`; the kernels keep no scores."""
+        """Return the most tokens of one `attend`; fixed, because the kernels store no scores."""
         return _MOST_TOKENS
 
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: ExportTokens) -> Attended:
@@ -152,13 +152,13 @@ class ExportPages(PagedKVCache):
 
         Args:
             layer: 0.
-            rows: All rows in their order, int64 [b].
-            query: [b, h * r, n, d] with RoPE applied and without its eviction channel.
-            arrival: The tokens. A negative position is padding; it may only stand before the first
-                token of a sequence. The values of other positions do not matter.
+            rows: All rows in ascending order, int64 [b].
+            query: [b, h * r, n, d] with RoPE applied and with its eviction channel cleared.
+            arrival: The tokens. A negative position marks padding, which must precede the first
+                token of a sequence. The values of other positions are not used.
 
         Returns:
-            Output [b, h * r, n, d], 0 for padding, and reads.
+            Output [b, h * r, n, d], 0 for padding, and slots attended.
         """
         real = arrival.position >= 0
         self._widen(real.shape[1])
@@ -183,7 +183,7 @@ class ExportPages(PagedKVCache):
         return copy
 
     def _widen(self, tokens: int) -> None:
-        """Give the page tables places for so many more tokens of a sequence."""
+        """Widen the page tables for `tokens` more tokens of each sequence."""
         self._most += tokens
         places = self.lists.tables.shape[-1]
         if self._most > places * self.pool.page_slots:
@@ -193,7 +193,7 @@ class ExportPages(PagedKVCache):
     def _attend_one(
         self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
     ) -> Attended:
-        """Compute one token per sequence. Its RoPE is done: the kernel turns it by no angle."""
+        """Compute one token per sequence; the kernel rotates by 0, because RoPE is applied."""
         b, heads, _, d = query.shape
         h = arrival.key.shape[1]
         angle = query.new_zeros(b, 1, 1, 1, d)
@@ -212,7 +212,7 @@ class ExportPages(PagedKVCache):
     def _attend_prompt(
         self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
     ) -> Attended:
-        """Compute several tokens per sequence, moved to the front; skip empty sequences."""
+        """Compute several tokens per sequence, with padding moved to the end; skip empty rows."""
         some = real.any(1).nonzero()[:, 0]
         order = (~real[some]).int().argsort(dim=1, stable=True)
         count = torch.arange(real.shape[1], device=real.device)

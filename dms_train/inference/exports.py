@@ -1,4 +1,4 @@
-"""Loading an export for inference."""
+"""Loader of exports for inference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dms_train.inference.llm import LLM
 def load_export(path: str | Path, **options: Any) -> LLM:
     """Load an export with the compact cache, which frees the tokens that the model evicts.
 
-    Takes exports of every format. A dense model is refused instead of being run without
-    compression; use `LLM` for it. The code in the export is not run: the engine of this package
-    computes the model. `dms-verify PATH` runs that code and compares it with the trained model.
+    Exports of every format are supported. A dense model is refused instead of being run without
+    compression; use `LLM` for it. The engine of this package computes the model and does not run
+    the code in the export. `dms-verify PATH` runs that code and compares it with the trained model.
 
     Args:
         path: Directory of the export, such as `RUN/exports/final/hf`, or its hub id (local cache
@@ -28,13 +28,13 @@ def load_export(path: str | Path, **options: Any) -> LLM:
 
     Raises:
         FileNotFoundError: There is no such directory, or weights are missing from it.
-        InferenceError: It is a dense model, or an option cannot be used.
+        InferenceError: The model is dense, or an option cannot be used.
         HFError: A file of the export is damaged, or its model family is not supported.
     """
     directory = resolve(path)
     if read_spec(directory) is None:
         raise InferenceError(
-            f"{directory}: a dense model, no retrofitted export; load it with dms_train.LLM, or "
+            f"{directory}: a dense model, not a retrofitted export; load it with dms_train.LLM, or "
             "give the folder of an export such as RUN/exports/final/hf"
         )
     return LLM(directory, **options)

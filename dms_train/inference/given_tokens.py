@@ -1,4 +1,4 @@
-"""Tokens of a sequence that are given instead of sampled, and their log-probabilities."""
+"""Given tokens of a sequence, which are scored instead of sampled."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dms_train.inference.outputs import GivenScores, TokenLogprobs
 
 @dataclass(slots=True, kw_only=True)
 class GivenTokens:
-    """Neighbouring tokens whose log-probabilities are wanted.
+    """A contiguous range of tokens to score.
 
-    The logits behind one token give the log-probability of the next one. Scores found so far stay
-    when the sequence is preempted.
+    The logits at one token give the log-probability of the next token. A preemption keeps the
+    scores computed so far.
 
     Attributes:
-        start: Position of the first of them in the sequence, at least 1.
-        end: Position behind the last one.
-        top: How many of the most likely tokens are returned at each position; None for `scores`
-            alone, without `entries`.
-        scores: Of the tokens so far.
-        entries: Of the same tokens, with the most likely ones.
+        start: Position of the first token in the sequence, at least 1.
+        end: Position after the last token.
+        top: Number of the most likely tokens to return at each position; None computes `scores`
+            only, without `entries`.
+        scores: Scores computed so far.
+        entries: Log-probabilities of the same tokens and of the most likely ones.
     """
 
     start: int
@@ -31,9 +31,9 @@ class GivenTokens:
 
     @property
     def logits_from(self) -> int:
-        """Position of the first token whose logits are still wanted."""
+        """Position of the first token whose logits are still needed."""
         return self.start + len(self.scores.logprobs) - 1
 
     def positions(self, first: int, count: int) -> range:
-        """Which of `count` tokens from position `first` on have logits that are wanted."""
+        """Return the positions whose logits are needed, of `count` tokens from `first` on."""
         return range(max(first, self.logits_from), min(first + count, self.end - 1))

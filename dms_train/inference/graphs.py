@@ -3,8 +3,8 @@
 A graph holds whole steps: the layers, the logits and the next token of every sequence. The next
 step reads the tokens without the host. Graphs are captured at the start for every batch size that
 is a power of two, with one step and with a burst of steps, with and without top-k, top-p and min-p.
-Unused batch slots have row -1, which the kernels skip. The cache never moves, so that the graphs
-stay valid. In Triton's interpreter, on a CPU, the same steps run without graphs.
+Unused entries of a batch have row -1, which the kernels skip. The graphs stay valid, because the
+cache never moves. In Triton's interpreter, on a CPU, the same steps run without graphs.
 
 Shape letters: b sequences of a step, k steps of a burst.
 """
@@ -42,7 +42,7 @@ class BurstStatus(NamedTuple):
 
     Attributes:
         tokens: [k, b], sampled tokens.
-        lists: int32 [any, k, layers, rows, KV heads], argument of `CapturableCache.counts`.
+        lists: int32 [any, k, layers, rows, kv_heads], argument of `CapturableCache.counts`.
         left: Free pages at the end.
         fault: `FreePages.fault`.
     """
@@ -102,7 +102,7 @@ class _Captured(NamedTuple):
 
 
 class DecodeGraphs:
-    """The graphs of one decoder and cache.
+    """Captured decode steps of one decoder and cache.
 
     Args:
         decoder: A decoder on a device where Triton runs.
@@ -121,7 +121,7 @@ class DecodeGraphs:
         self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
         self._memory = self._kernels.sample_workspace(max(sizes), cache.device)
-        # a graph does not keep its memory alive
+        # kept here, because a graph does not keep its memory alive
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
         self._recorder, self._copies = None, None
@@ -231,13 +231,13 @@ class DecodeGraphs:
 
 
 class _Layers:
-    """Decode steps by the decoder's own layers, if it cannot use the fused ones."""
+    """Decode steps by the decoder's own layers, for decoders that cannot use the fused ones."""
 
     def __init__(self, decoder: Decoder, cache: CapturableCache) -> None:
         self._decoder, self._cache = decoder, cache
 
     def logits(self, inputs: DecodeInputs, last: Tensor) -> Tensor:
-        """Run one token of every sequence; see `FusedDecoder.logits`."""
+        """Compute the logits of one token of every sequence; see `FusedDecoder.logits`."""
         newest = last[inputs.rows.clamp(min=0)]
         tokens = torch.where(inputs.tokens < 0, newest, inputs.tokens)
         batch = TokenBatch.rectangular(tokens[:, None], inputs.position[:, None], inputs.rows)

@@ -21,10 +21,10 @@ def draw_heatmap(
 
     Args:
         values: [layers, kv_heads].
-        path: The file, or one that is open for writing.
-        title: Of the figure.
-        label: What the numbers are.
-        limits: Values at the ends of the colour scale; None takes the data's own.
+        path: Path of the file, or a binary file that is open for writing.
+        title: Title of the figure.
+        label: Name of the number.
+        limits: Values at the ends of the colour scale; None takes the extremes of the data.
 
     Raises:
         InferenceError: matplotlib is not installed.

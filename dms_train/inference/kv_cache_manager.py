@@ -1,4 +1,4 @@
-"""Rows of a KV cache for the scheduler, and the snapshots that are taken of them."""
+"""Manager of the KV cache for the scheduler: batch slots and snapshots of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from dms_train.inference.sequence import Sequence
 
 
 class KVCacheManager:
-    """Manager of cache rows and snapshots; implements `scheduler.CacheMemory`.
+    """Manager of batch slots and snapshots; implements `scheduler.CacheManager`.
+
+    A batch slot is a row of the cache.
 
     Snapshots are taken at the end of a prompt with several continuations. With prefix caching they
     are also taken where a prompt departs from an earlier one, and when a generated sequence has
@@ -26,36 +28,36 @@ class KVCacheManager:
 
     def __init__(self, cache: KVCache, options: EngineOptions) -> None:
         self._cache = cache
-        # slices of it replace tensors made on the host, whose copy would wait for the GPU
+        # `free` takes slices of it, because a tensor made on the host would wait for the GPU
         self._rows = torch.arange(options.max_num_seqs, device=options.device)
         self._shared = options.enable_prefix_caching and cache.policy.shareable
         self._prefixes = PrefixCache(options.max_num_seqs)
-        self._placed: dict[int, Sequence] = {}  # by row
+        self._admitted: dict[int, Sequence] = {}  # by batch slot
 
     def free_pages(self, least: int) -> float:
-        """Return the number of pages that neither a row nor a snapshot holds."""
+        """Return the number of pages that neither a batch slot nor a snapshot holds."""
         return self._cache.free_pages(least)
 
-    def most_copies(self, row: int, tokens: int) -> int:
-        """Return the most pages of a row that are copied for its next tokens."""
-        return self._cache.most_copies(row, tokens)
+    def most_copies(self, batch_slot: int, tokens: int) -> int:
+        """Return the most shared pages of a batch slot that its next tokens cause to be copied."""
+        return self._cache.most_copies(batch_slot, tokens)
 
     def pages_of_steps(self, steps: int) -> int:
-        """Return the most pages of a KV list that steps of one token take or copy."""
+        """Return the most pages of a KV list that steps of one token each take or copy."""
         return self._cache.pages_of_steps(steps)
 
-    def free(self, row: int) -> None:
-        """Empty a row."""
-        self._cache.free(self._rows[row : row + 1])
-        self._placed.pop(row, None)  # absent if `restore` has failed
-        self._cache.note_empty(row)
+    def free(self, batch_slot: int) -> None:
+        """Free the cache of a batch slot."""
+        self._cache.free(self._rows[batch_slot : batch_slot + 1])
+        self._admitted.pop(batch_slot, None)  # absent if `restore` has failed
+        self._cache.note_empty(batch_slot)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Return the length of the longest snapshot that a sequence can start from."""
         return self._prefixes.length(sequence.shareable, sequence.request_id)
 
-    def awaited(self, sequence: Sequence) -> Sequence | None:
-        """Return a running sequence about to take a snapshot worth waiting for.
+    def find_prefix_leader(self, sequence: Sequence) -> Sequence | None:
+        """Return an admitted sequence about to take a snapshot worth waiting for, if any.
 
         The snapshot must cover at least half of the tokens that the waiting sequence must compute.
         """
@@ -64,84 +66,92 @@ class KVCacheManager:
         tokens = sequence.shareable
         cached = self.cached_tokens(sequence)
         least = (len(tokens) + cached) / 2
-        for other in self._placed.values():
-            for cut in other.cuts:
-                begun = other.computed < cut < len(tokens) and cut >= least
-                if begun and other.tokens[:cut] == tokens[:cut]:
+        for other in self._admitted.values():
+            for point in other.snapshot_points:
+                useful = other.num_computed_tokens < point < len(tokens) and point >= least
+                if useful and other.tokens[:point] == tokens[:point]:
                     return other
         return None
 
     def restore(self, sequence: Sequence) -> None:
-        """Restore the longest snapshot into the row of a sequence, and plan its own snapshots."""
-        assert sequence.row is not None
+        """Restore the longest snapshot into the batch slot, and plan snapshots of the sequence."""
+        assert sequence.batch_slot is not None
         self.assign(sequence)
-        self._placed[sequence.row] = sequence
-        restored = self._prefixes.restore(sequence.shareable, sequence.request_id, sequence.row)
-        sequence.computed = restored
-        if not sequence.output or sequence.given_only:
+        self._admitted[sequence.batch_slot] = sequence
+        restored = self._prefixes.restore(
+            sequence.shareable, sequence.request_id, sequence.batch_slot
+        )
+        sequence.num_computed_tokens = restored
+        if not sequence.output or sequence.score_only:
             sequence.meter.cached_tokens = max(0, restored - sequence.prompt_start)
-            sequence.cuts = self._cuts(sequence)
+            sequence.snapshot_points = self._snapshot_points(sequence)
 
     def max_tokens(self, sequence: Sequence) -> int | None:
-        """Return the most tokens that the policy takes in the next step; None for any number."""
-        return self._cache.policy.max_tokens(sequence.sizes, sequence.computed)
+        """Return the most tokens that the policy takes in the next step; None for no limit."""
+        return self._cache.policy.max_tokens(sequence.sizes, sequence.num_computed_tokens)
 
     def assign(self, sequence: Sequence) -> None:
-        """Tell the policy about the request of a sequence with a row."""
-        assert sequence.row is not None
-        self._cache.assign(sequence.row, sequence.sizes)
+        """Tell the policy about the request of an admitted sequence."""
+        assert sequence.batch_slot is not None
+        self._cache.assign(sequence.batch_slot, sequence.sizes)
 
     def reclaim(self, keep_for: Sequence | None = None) -> bool:
-        """Release the least recently used snapshot, except the one for `keep_for`."""
+        """Release the least recently used snapshot, except the one that `keep_for` starts from.
+
+        Returns:
+            False if there was no snapshot to release.
+        """
         if keep_for is None:
             return self._prefixes.reclaim(None, None)
         return self._prefixes.reclaim(keep_for.shareable, keep_for.request_id)
 
     def take_planned(self, sequence: Sequence) -> None:
         """Take a snapshot if one is planned after the tokens computed so far."""
-        if sequence.computed in sequence.cuts:
+        if sequence.num_computed_tokens in sequence.snapshot_points:
             self._take(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a snapshot of a finished sequence, for prompts that continue it."""
-        generated = sequence.computed and not sequence.given_only
-        if self._shared and sequence.row is not None and generated:
+        generated = sequence.num_computed_tokens and not sequence.score_only
+        if self._shared and sequence.batch_slot is not None and generated:
             self._take(sequence)
 
     def forget(self, request_id: str) -> None:
         """Release the snapshots that only this request may use."""
         self._prefixes.forget(request_id)
 
-    def _cuts(self, sequence: Sequence) -> tuple[int, ...]:
+    def _snapshot_points(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the lengths at which snapshots of a prompt are taken.
 
         A snapshot leaves out the last token, because computing it gives the first logits.
         """
         if sequence.index:
             return ()  # the first continuation takes them
-        cuts = {sequence.prompt_end - 1} if sequence.params.n > 1 else set()
+        points = {sequence.prompt_end - 1} if sequence.params.n > 1 else set()
         if self._shared:
             common = self._prefixes.common_prefix(sequence.tokens[: sequence.prompt_end])
             if not self._is_planned(sequence.tokens[:common], sequence):
-                cuts.add(common)
-        return tuple(cut for cut in sorted(cuts) if cut > sequence.computed)
+                points.add(common)
+        return tuple(point for point in sorted(points) if point > sequence.num_computed_tokens)
 
     def _is_planned(self, tokens: list[int], sequence: Sequence) -> bool:
-        """Return whether another sequence with a row will take a snapshot of these tokens."""
+        """Return whether another admitted sequence will take a snapshot of these tokens."""
         count = len(tokens)
         return any(
-            count in other.cuts and other.computed < count and other.tokens[:count] == tokens
-            for other in self._placed.values()
+            count in other.snapshot_points
+            and other.num_computed_tokens < count
+            and other.tokens[:count] == tokens
+            for other in self._admitted.values()
             if other is not sequence
         )
 
     def _take(self, sequence: Sequence) -> None:
-        """Take a snapshot of a row; other requests may use it with prefix caching only.
+        """Take a snapshot of a batch slot; with prefix caching, other requests may use it.
 
-        The snapshot at the end of a scored prompt is always reserved for its own continuations.
+        A snapshot at the end of a scored prompt stays reserved for its own continuations.
         """
-        assert sequence.row is not None
-        take = partial(self._cache.snapshot, sequence.row)
-        own = sequence.given_only and sequence.computed == sequence.prompt_end - 1
+        assert sequence.batch_slot is not None
+        take = partial(self._cache.snapshot, sequence.batch_slot)
+        own = sequence.score_only and sequence.num_computed_tokens == sequence.prompt_end - 1
         owner = None if self._shared and not own else sequence.request_id
-        self._prefixes.add(sequence.tokens[: sequence.computed], take, owner)
+        self._prefixes.add(sequence.tokens[: sequence.num_computed_tokens], take, owner)

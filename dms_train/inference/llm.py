@@ -28,16 +28,16 @@ Prompts = Prompt | list[Prompt] | list[str] | list[list[int]]
 
 
 class LLM:
-    """A model that continues prompts.
+    """Model that continues prompts; the entry point of offline inference.
 
     Args:
         model: Directory or hub id (local cache only), of a family in `families`, dense or exported
             with DMS.
-        options: How to run it; single values can be given by name instead.
+        options: Options of the engine; None takes them from `overrides`.
         **overrides: Fields of `EngineOptions`.
 
     Attributes:
-        engine: What runs the requests.
+        engine: Engine that runs the requests.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LLM:
 
     @property
     def options(self) -> EngineOptions:
-        """How it runs."""
+        """Options of the engine."""
         return self.engine.options
 
     @property
@@ -58,12 +58,12 @@ class LLM:
 
     @property
     def spec(self) -> MethodSpec | None:
-        """What the model was trained for; None for a dense model."""
+        """Method that the model was trained with; None for a dense model."""
         return self.engine.spec
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and computation."""
+        """Dtype of weights and computation."""
         return self.engine.dtype
 
     @property
@@ -73,7 +73,7 @@ class LLM:
 
     @property
     def kv(self) -> TotalKV | None:
-        """What the cache has cost so far; None before any request has finished."""
+        """Cache statistics so far; None before any request has finished."""
         return self.engine.kv
 
     @property
@@ -90,10 +90,10 @@ class LLM:
 
         Args:
             prompts: Texts, token id lists or `{"prompt_token_ids": [...]}`; one or several.
-            sampling_params: One for all, or one for each prompt.
+            sampling_params: Parameters for all prompts, or a list with one entry per prompt.
 
         Returns:
-            One output per prompt, in their order.
+            One output per prompt, in the order of the prompts.
 
         Raises:
             InferenceError: A prompt is empty, too long or not of this vocabulary.
@@ -114,16 +114,17 @@ class LLM:
         """Answer chats, with the chat template of the model directory.
 
         Args:
-            messages: A chat or several: for each message `role` and `content`, in OpenAI's shape.
-            sampling_params: One for all, or one for each chat.
+            messages: A chat or several, each a list of messages with `role` and `content` as in
+                OpenAI's API.
+            sampling_params: Parameters for all chats, or a list with one entry per chat.
             add_generation_prompt: End the prompt with the beginning of an assistant message.
-            continue_final_message: End the prompt inside the last message, which the model
-                continues; needs `add_generation_prompt=False`.
+            continue_final_message: End the prompt inside the last message, so that the model
+                continues it; needs `add_generation_prompt=False`.
             chat_template_kwargs: Variables of the chat template, such as `enable_thinking` of
                 Qwen3.
 
         Returns:
-            One output per chat, in their order.
+            One output per chat, in the order of the chats.
 
         Raises:
             InferenceError: The model has no chat template, a message is malformed or not text, the
@@ -150,26 +151,26 @@ class LLM:
         prompts: Prompts,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> Iterator[list[RequestOutput]]:
-        """As `generate`, one forward pass at a time.
+        """Continue prompts as `generate` does, and return an iterator over the steps.
 
         Args:
             prompts: As in `generate`.
             sampling_params: As in `generate`.
 
         Returns:
-            For each pass, the requests that took part: their tokens so far and what the cache
-            holds for them now. The cache of a finished request is freed before the next pass.
+            For each step, the outputs of the requests that took part: their tokens so far and their
+            cache statistics. The cache of a finished request is freed before the next step.
         """
         passes = self._passes(self._add(prompts, sampling_params, final_only=False))
-        next(passes)  # once started, an iterator that is dropped aborts its requests
+        next(passes)  # started, so that dropping the iterator aborts its requests
         return passes
 
     def conversation(self) -> Conversation:
-        """A conversation whose cache is kept from turn to turn; close it to free its row."""
+        """Open a conversation, which keeps its cache between turns; close it to free the cache."""
         return Conversation(self.engine)
 
     def logits(self, token_ids: list[int]) -> Tensor:
-        """Logits at every token of a text, computed through the cache.
+        """Compute the logits at every token of a text through the cache.
 
         Args:
             token_ids: The text.
@@ -190,7 +191,7 @@ class LLM:
         *,
         final_only: bool,
     ) -> list[str]:
-        """A request per prompt; refuses all when one is bad."""
+        """Add a request per prompt; if one is refused, abort all of them."""
         items = _as_list(prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
         each = params if isinstance(params, list) else [params] * len(items)
@@ -209,7 +210,7 @@ class LLM:
         return request_ids
 
     def _passes(self, request_ids: list[str]) -> Iterator[list[RequestOutput]]:
-        """An empty list, then the outputs of each pass until all requests have finished."""
+        """Yield an empty list, then the outputs of each step until all requests have finished."""
         unfinished = set(request_ids)
         try:
             yield []
@@ -228,9 +229,9 @@ class LLM:
 
 
 class Conversation:
-    """Turns that continue one cache: what was evicted in an earlier turn stays evicted.
+    """Conversation whose turns share one cache; tokens evicted in an earlier turn stay evicted.
 
-    Made by `LLM.conversation`; use it as a context manager or call `close`.
+    `LLM.conversation` creates it. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
@@ -250,7 +251,7 @@ class Conversation:
 
         Args:
             prompt: Text or token ids of this turn only.
-            sampling_params: How to continue.
+            sampling_params: Sampling parameters of this turn.
 
         Raises:
             InferenceError: The conversation is closed, or the prompt is refused.
@@ -271,7 +272,7 @@ class Conversation:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list."""
+    """Return one prompt or several as a list."""
     if hasattr(prompts, "tolist"):  # an array or a tensor
         prompts = prompts.tolist()
     if isinstance(prompts, str | dict):

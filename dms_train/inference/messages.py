@@ -1,7 +1,7 @@
-"""Chat messages in OpenAI's shape, checked and reduced to what a chat template reads.
+"""Chat messages as in OpenAI's API, checked and reduced to what a chat template reads.
 
-A field that is null or empty counts as absent, so that a message of an answer can be sent back in
-the next turn. A field that would change the result and is not supported is refused.
+A field that is null or empty counts as absent, so that clients can send an answer back in the next
+turn. A field that is not supported and would change the result is refused.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def plain_messages(messages: Any) -> list[dict[str, str]]:
     """Check the messages of a chat.
 
     Args:
-        messages: Objects with `role` and `content`, a text or a list of text parts.
+        messages: Objects with `role` and `content`; the content is a text or a list of text parts.
 
     Returns:
-        `role` and `content` of each as texts; `name` and `reasoning_content` where they are given.
+        `role` and `content` of each message as texts, and `name` and `reasoning_content` if given.
 
     Raises:
-        InferenceError: A message is malformed, or has something else than text. The line names the
-            place, such as `messages.2.tool_calls`.
+        InferenceError: A message is malformed or has content other than text. The error names the
+            field, such as `messages.2.tool_calls`.
     """
     if not isinstance(messages, list) or not messages:
         raise InferenceError("messages: give a list of at least one message")
@@ -83,7 +83,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _given(item: dict[Any, Any], known: tuple[str, ...]) -> list[Any]:
-    """Other fields that have a value and an effect."""
+    """Return the fields besides `known` that have a value and an effect."""
     return [
         field
         for field, value in item.items()
@@ -96,7 +96,7 @@ def _name(field: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message; objects and long texts are not repeated."""
+    """Return a value as shown in an error; objects and long texts are shortened."""
     if value is None:
         return "null"
     if isinstance(value, list | dict):

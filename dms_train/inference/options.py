@@ -1,4 +1,4 @@
-"""How the engine is set up, and how one request is sampled."""
+"""Options of an engine and sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTS = (
     "page_slots",
     "slab_pages",
 )
-# options of vLLM that an engineer may try, and what this engine does instead
+# options of vLLM that users may try, each with what this engine does instead
 NOT_SUPPORTED = {
     "quantization": "weights are not quantised; they run as float32, bfloat16 or float16",
     "tensor_parallel_size": "the engine runs on one device",
@@ -31,7 +31,7 @@ NOT_SUPPORTED = {
     "data_parallel_size": "the engine runs on one device; start a server on each",
 }
 _OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
-_LARGEST = 1e6  # of a temperature or penalty; no sensible value is near it
+_LARGEST = 1e6  # largest temperature or penalty, far above any sensible value
 _GREEDY = 1e-5  # temperatures below it count as 0
 _COUNT = Range(0, math.inf, "an integer of at least 0")
 _POSITIVE = Range(1, math.inf, "an integer of at least 1")
@@ -58,37 +58,37 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Everything about an engine except its model.
+    """Options of an engine.
 
     Attributes:
-        policy: Which tokens the cache keeps, by the name of a module of `inference.policies`;
-            `auto` is what the model was trained for.
-        policy_options: Options of that policy, by name.
-        cache: `compact` frees what is evicted, `dense` masks it (the full-size baseline).
+        policy: Name of the cache policy, which decides which tokens the cache keeps; `auto` is the
+            policy that the model was trained for.
+        policy_options: Options of the policy, by name.
+        cache: `compact` frees evicted tokens; `dense` only masks them, as a full-size baseline.
         max_num_seqs: Sequences in the cache at the same time.
         max_num_batched_tokens: Most tokens of a step, over all sequences.
         prefill_chunk: Most prompt tokens of a sequence in a step.
-        decode_steps: Decode steps that the kernels run at once where all requests are returned only
-            when they have finished, without `enable_prefix_caching`; what lies behind the end of a
-            sequence is dropped.
+        decode_steps: Decode steps that the kernels run in one burst. Bursts need requests that are
+            returned only when they have finished, and no `enable_prefix_caching`. Tokens computed
+            after the end of a sequence are dropped.
         max_model_len: Most tokens of a sequence; None takes what the model was trained for.
-        cache_bytes: Most bytes of keys, values and what the policy keeps beside them in a compact
-            cache, without page tables; sequences wait, or are preempted and computed again, where
-            they do not fit. None sets no limit on a CPU.
+        cache_bytes: Most bytes of a compact cache: keys, values and the state of the policy, but
+            not page tables. Sequences that do not fit wait, or are preempted and computed again
+            later. None sets no limit on a CPU.
         gpu_memory_utilization: Share of a GPU's memory for the model, its computation and the
-            cache, where `cache_bytes` is None.
-        enable_prefix_caching: Keep snapshots of the cache of finished requests and of prompts that
-            begin alike; a request that begins with the tokens of one starts behind it. At most
-            `max_num_seqs` are kept, and fewer where their memory is needed. Nothing is kept for a
-            policy whose decisions depend on the whole request.
+            cache; used if `cache_bytes` is None.
+        enable_prefix_caching: Keep snapshots of the cache of finished requests and of common
+            prefixes of prompts. A request that begins with the tokens of a snapshot starts after
+            them. At most `max_num_seqs` snapshots are kept, and fewer if their memory is needed.
+            None are kept for a policy whose decisions depend on the whole request.
         page_slots: Tokens of one page of one KV head.
-        slab_pages: Pages by which memory is taken and returned; the cache of the kernels is
-            allocated once.
-        dtype: Compute and cache dtype; `auto` is the stored one.
-        device: Where to run.
-        kernels: `triton` decodes with fused kernels, `reference` with torch operations; `auto`
-            takes triton on a GPU for the policies it supports.
-        cache_dtype: `fp8` stores keys and values as e4m3 (triton only); `auto` in `dtype`.
+        slab_pages: Number of pages that are allocated and returned at a time. The cache of the
+            kernels ignores it and is allocated once.
+        dtype: Dtype of computation and cache; `auto` is the dtype of the stored weights.
+        device: Device to run on.
+        kernels: `triton` decodes with fused kernels, `reference` with torch operations. `auto`
+            takes triton on a GPU for the policies that it supports.
+        cache_dtype: `fp8` stores keys and values as e4m3 (triton only); `auto` stores in `dtype`.
     """
 
     policy: str = "auto"
@@ -132,14 +132,14 @@ class EngineOptions:
 
 
 def named_options(options: EngineOptions | None, values: Mapping[str, Any]) -> EngineOptions:
-    """Return given options, or those that single values make.
+    """Return `options`, or build options from single values.
 
     Args:
-        options: The options; None if there are single values, or neither.
+        options: The options; None to build them.
         values: Fields of `EngineOptions` by name.
 
     Raises:
-        InferenceError: Both are given, an option does not exist, or a value is out of its range.
+        InferenceError: Both are given, an option does not exist, or a value is out of range.
     """
     if options is not None and values:
         raise InferenceError("options and single values: give one or the other")
@@ -153,30 +153,31 @@ def named_options(options: EngineOptions | None, values: Mapping[str, Any]) -> E
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request continues.
+    """Sampling parameters of a request, named as in vLLM.
 
     Attributes:
-        n: Continuations of the prompt.
+        n: Number of continuations of the prompt.
         max_tokens: Most tokens to generate; 0 computes the prompt only.
-        temperature: 0 takes the most likely token, and so does anything below 1e-5.
-        top_p: Share of the probability that is sampled from.
-        top_k: Tokens that are sampled from; -1 takes all.
-        min_p: Tokens below this share of the most likely token's probability are not sampled.
-        presence_penalty: Taken from the logit of every token that was generated before.
-        frequency_penalty: The same for each time it was generated.
-        repetition_penalty: Divides a positive logit, and multiplies a negative one, of every token
-            of the prompt and of the generated text.
-        logit_bias: Added to the logits of these tokens.
-        logprobs: How many of the most likely tokens to return at each position, with their
-            log-probabilities; 0 returns that of the chosen token only, None nothing.
-        prompt_logprobs: The same for the tokens of the prompt, of which the first one has none.
-            They are computed in any case, not taken from a snapshot.
-        seed: Of this request's random numbers; None draws one. The same seed gives the same tokens
-            alone and in any batch.
+        temperature: Divisor of the logits. 0 takes the most likely token; values below 1e-5 count
+            as 0.
+        top_p: Sample from the most likely tokens whose probabilities add up to this share.
+        top_k: Number of the most likely tokens to sample from; -1 takes all.
+        min_p: Exclude tokens below this share of the most likely token's probability.
+        presence_penalty: Amount subtracted from the logit of every token generated so far.
+        frequency_penalty: Amount subtracted from a token's logit for each time it was generated.
+        repetition_penalty: Divisor of positive logits, and factor on negative logits, of all tokens
+            in the prompt and the generated text.
+        logit_bias: Amounts added to the logits, by token id.
+        logprobs: Number of the most likely tokens to return at each position, with their
+            log-probabilities. 0 returns the log-probability of the chosen token only, None nothing.
+        prompt_logprobs: The same for the tokens of the prompt, except the first one. Such tokens
+            are always computed, never taken from a snapshot.
+        seed: Seed of the random numbers; None draws one. The same seed gives the same tokens in
+            any batch.
         stop: Texts that end the request; the output's text ends before them.
-        stop_token_ids: Tokens that end the request besides the model's own.
+        stop_token_ids: Tokens that end the request, in addition to the model's own.
         ignore_eos: Do not stop at the model's end-of-text tokens.
-        kv_trace: Return what the cache had cost at each generated token, 16 bytes a token.
+        kv_trace: Return the cost of the cache at each generated token, 16 bytes per token.
     """
 
     n: int = 1
@@ -215,19 +216,19 @@ class SamplingParams:
         if values["top_k"] == 0:
             raise InferenceError("top_k=0: must be an integer of at least 1, or -1 for all")
         for name, value in values.items():
-            object.__setattr__(self, name, value)  # integers of numpy overflow, for example
+            object.__setattr__(self, name, value)  # Python types, because numpy integers overflow
         if self.max_tokens == 0 and self.n > 1:
             raise InferenceError(f"n={self.n}: max_tokens=0 generates no continuations; use n=1")
 
     @property
     def plain(self) -> bool:
-        """Whether a token is drawn from the logits as they are, and nothing else is returned."""
+        """True if sampling needs unchanged logits only and returns no log-probabilities."""
         changed = self.penalizes or bool(self.logit_bias)
         return not changed and self.logprobs is None and self.max_tokens > 0
 
     @property
     def restricts(self) -> bool:
-        """Whether tokens may be excluded; the most likely one, taken at temperature 0, is not."""
+        """True if top-k, top-p or min-p may exclude tokens; False at temperature 0."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -237,14 +238,14 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether the logits depend on the tokens so far."""
+        """True if penalties make the logits depend on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 def _biases(given: Any) -> dict[int, float]:
-    """Return a checked `logit_bias` with numbers of Python."""
+    """Return a checked `logit_bias` with Python numbers."""
     if not isinstance(given, Mapping):
-        raise InferenceError(f"logit_bias={given!r}: must have numbers by token id")
+        raise InferenceError(f"logit_bias={given!r}: must map token ids to numbers")
     tokens = token_ids("logit_bias", given)
     values = given.values()
     return {t: number(f"logit_bias[{t}]", v, _BIAS) for t, v in zip(tokens, values, strict=True)}

@@ -1,4 +1,4 @@
-"""What a request returns, in vLLM's vocabulary."""
+"""Outputs of a request, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at one token, before temperature, penalties and bias.
 
     Attributes:
-        logprob: Of the token itself.
-        top: Of the most likely tokens, by token id; the first one is what temperature 0 takes.
-        text_offset: Where the text of the token starts in the text of the continuation.
+        logprob: Log-probability of the token itself.
+        top: Log-probabilities of the most likely tokens, by token id. The first token is the one
+            that temperature 0 takes.
+        text_offset: Offset of the token's text in the text of the continuation.
     """
 
     logprob: float
@@ -27,7 +28,7 @@ class GivenScores(NamedTuple):
 
     Attributes:
         logprobs: Log-probability of each, before temperature, penalties and bias.
-        greedy: Whether temperature 0 takes it.
+        greedy: For each token, True if temperature 0 takes it.
     """
 
     logprobs: list[float]
@@ -39,18 +40,18 @@ class CompletionOutput:
     """One continuation.
 
     Attributes:
-        index: Its number among the `n` of the request.
-        text: Decoded tokens up to a stop text; empty for a model without a tokenizer. While it
-            runs, it only grows: what may still change is left out.
-        token_ids: Generated tokens, the one that stopped them included; those that were given to
+        index: Index among the `n` continuations of the request.
+        text: Decoded tokens up to a stop text; empty for a model without a tokenizer. The text of
+            an unfinished continuation only grows: text that may still change is left out.
+        token_ids: Generated tokens, including the stop token; or the tokens that were passed to
             `InferenceEngine.add_scoring`.
-        finish_reason: `stop`, `length`, `timeout` (the request's time was over), `memory` (the
-            cache cannot hold it), or None while it runs.
-        logprobs: One entry for each of `token_ids`; None unless asked for.
-        scores: Of `token_ids` that were given to `InferenceEngine.add_scoring`; None for generated
-            ones.
-        kv: What the cache has cost so far.
-        seconds: From `add_request`, or the turn of a conversation, to the newest generated token.
+        finish_reason: `stop`, `length`, `timeout` (the deadline passed) or `memory` (the cache
+            cannot hold the sequence); None until it has finished.
+        logprobs: One entry for each of `token_ids`; None unless requested.
+        scores: Scores of the tokens that were passed to `InferenceEngine.add_scoring`; None for
+            generated tokens.
+        kv: Cache statistics so far.
+        seconds: Time from the arrival of the prompt to the newest generated token.
     """
 
     index: int
@@ -69,13 +70,13 @@ class RequestOutput:
 
     Attributes:
         request_id: Number in the order of arrival.
-        prompt: Text, or None for a prompt of token ids.
-        prompt_token_ids: Its tokens.
+        prompt: Text of the prompt; None for a prompt of token ids.
+        prompt_token_ids: Tokens of the prompt.
         outputs: The `n` continuations.
-        finished: Whether all have finished; False for the intermediate outputs of `LLM.stream` and
-            `InferenceEngine.step`.
-        prompt_logprobs: One entry for each token of the prompt, as far as it is computed, None for
-            the first one; None unless asked for.
+        finished: True if all continuations have finished. Intermediate outputs of `LLM.stream` and
+            `InferenceEngine.step` have False.
+        prompt_logprobs: One entry for each prompt token computed so far; the first entry is None.
+            None unless requested.
     """
 
     request_id: str
@@ -87,5 +88,5 @@ class RequestOutput:
 
     @property
     def kv(self) -> RequestKV:
-        """What the cache of the first continuation has cost so far."""
+        """Cache statistics of the first continuation so far."""
         return self.outputs[0].kv

@@ -1,4 +1,4 @@
-"""Snapshots of cache rows, from which sequences with the same first tokens start.
+"""Snapshots of the cache, from which sequences with the same first tokens start.
 
 The state of a cache after a token depends only on the tokens up to it. A sequence that begins with
 the tokens of a snapshot therefore need not compute them again. A snapshot can be taken at any
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from dms_train.inference.cache.interface import Snapshot
 
-_PROMPTS = 64  # recent prompts that a new one is compared with
-_SHORTEST = 16  # tokens of a common prefix that is worth a snapshot
+_PROMPTS = 64  # number of recent prompts to compare a new prompt with
+_SHORTEST = 16  # least tokens of a common prefix that is worth a snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,9 +22,9 @@ class _Entry:
     """A snapshot.
 
     Attributes:
-        tokens: Tokens that it holds.
+        tokens: Tokens that the snapshot covers.
         snapshot: Snapshot of the cache.
-        owner: The only request that may use it; None for all.
+        owner: Only request that may use it; None for all requests.
     """
 
     tokens: list[int]
@@ -48,7 +48,7 @@ class PrefixCache:
         return len(self._entries)
 
     def add(self, tokens: list[int], take: Callable[[], Snapshot], owner: str | None) -> None:
-        """Take a snapshot unless one of these tokens exists; this may release another."""
+        """Take a snapshot unless one of these tokens exists; another one may be released for it."""
         if any(entry.owner == owner and entry.tokens == tokens for entry in self._entries):
             return
         self._entries.append(_Entry(tokens, take(), owner))
@@ -62,7 +62,7 @@ class PrefixCache:
         return 0 if entry is None else len(entry.tokens)
 
     def restore(self, tokens: list[int], request: str, row: int) -> int:
-        """Restore the longest snapshot into an empty row; return its length, 0 if there is none."""
+        """Restore the longest snapshot into an empty cache row; return its length, or 0."""
         entry = self._find(tokens, request)
         if entry is None:
             return 0
@@ -75,7 +75,7 @@ class PrefixCache:
         """Return the length of the longest prefix shared with a recent prompt; remember the prompt.
 
         Returns:
-            Less than the length of the prompt; 0 if too short for a snapshot.
+            Less than the length of the prompt; 0 if the prefix is too short for a snapshot.
         """
         lengths = (_common(prompt[:-1], other) for other in self._prompts)
         longest = max(lengths, default=0)
@@ -83,11 +83,15 @@ class PrefixCache:
         return longest if longest >= _SHORTEST else 0
 
     def reclaim(self, tokens: list[int] | None, request: str | None) -> bool:
-        """Release the least recently used snapshot; return whether there was one.
+        """Release the least recently used snapshot.
 
         Args:
-            tokens: Tokens of a sequence whose snapshot is kept; None keeps none.
+            tokens: Keep the snapshot that a sequence of these tokens would start from; None keeps
+                none.
             request: Request of this sequence.
+
+        Returns:
+            False if there was no snapshot to release.
         """
         kept = None if tokens is None or request is None else self._find(tokens, request)
         for entry in self._entries:

@@ -20,8 +20,8 @@ from dms_train.inference.devices import sent
 from dms_train.inference.models.batch import MicroBatch, TokenBatch
 from dms_train.inference.models.decoder import Decoder
 
-_SMALLEST = 16  # tokens of a graph
-_SEQUENCES = (16, 4, 1)  # of a graph
+_SMALLEST = 16  # least tokens of a padded chunk
+_SEQUENCES = (16, 4, 1)  # numbers of sequences of a graph
 _SHORT = 128  # most tokens of a chunk that shares a graph; longer ones fill the GPU alone
 _MOST = 24  # replays of a step; with more, launching one pass over all chunks is faster
 
@@ -35,9 +35,9 @@ class _Kind(NamedTuple):
     Attributes:
         sequences: Number of sequences.
         size: Tokens of each sequence, padding included.
-        whole: Whether there is no padding.
-        begins: Whether the cache is empty for these prompts.
-        copies: Whether shared pages are copied before they change.
+        whole: True if there is no padding.
+        begins: True if the cache is empty for these prompts.
+        copies: True if shared pages are copied before they change.
     """
 
     sequences: int
@@ -48,7 +48,7 @@ class _Kind(NamedTuple):
 
 
 class PromptGraphs:
-    """The graphs of one decoder and cache.
+    """Captured chunks of prompts for one decoder and cache.
 
     Args:
         decoder: A decoder on a device where Triton runs.
@@ -74,7 +74,7 @@ class PromptGraphs:
             self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def batches(self, parts: list[Part]) -> list[Batch] | None:
-        """Divide chunks into graphs; None if one pass without graphs takes less time.
+        """Divide chunks into batches for graphs; None if one pass without graphs is faster.
 
         Args:
             parts: Cache row, position of the first token, and tokens of each chunk.
@@ -127,7 +127,7 @@ class PromptGraphs:
         return torch.cat(hidden)[index], torch.cat(reads, 1)[:, back]
 
     def _replay(self, parts: list[Part], size: int) -> None:
-        """Write the results of chunks to `_hidden` and `_reads`."""
+        """Run or replay a batch of chunks; write the results to `_hidden` and `_reads`."""
         rows, first, tokens = zip(*parts, strict=True)
         counts = [len(part) for part in tokens]
         begins = first[0] == 0
@@ -154,10 +154,10 @@ class PromptGraphs:
         """Compute the chunks in `_inputs`."""
         b, size = kind.sequences, kind.size
         rows, first, count = self._inputs[: 3 * b].view(3, b)
-        tokens, place = self._inputs[3 * b :][: b * size], torch.arange(size, device=self._device)
-        position = first[:, None] + place
+        tokens, offset = self._inputs[3 * b :][: b * size], torch.arange(size, device=self._device)
+        position = first[:, None] + offset
         if not kind.whole:
-            position = torch.where(place < count[:, None], position, -1)
+            position = torch.where(offset < count[:, None], position, -1)
         lengths = None if kind.whole else (size,) * b
         micro_batch = MicroBatch(
             rows, position, slice(0, b * size), lengths=lengths, begins=kind.begins

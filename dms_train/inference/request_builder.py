@@ -1,4 +1,4 @@
-"""Prompts as users give them to requests with tokens, which the engine schedules."""
+"""Builder of requests: checks and encodes the prompts that users pass."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SECONDS = Range(0, math.inf, "a number of at least 0")
 
 
 def checked_params(given: Any) -> SamplingParams:
-    """Return sampling parameters, the defaults for None.
+    """Return checked sampling parameters; None gives the defaults.
 
     Raises:
-        InferenceError: They have a wrong type.
+        InferenceError: The value has a wrong type.
     """
     params = SamplingParams() if given is None else given
     if not isinstance(params, SamplingParams):
@@ -31,12 +31,12 @@ def checked_params(given: Any) -> SamplingParams:
 
 
 class RequestBuilder:
-    """Numbers requests in the order of arrival, and encodes and checks their prompts.
+    """Builder that numbers requests in the order of arrival, and checks and encodes their prompts.
 
     Args:
-        tokenizer: Of the model; None if it has none, which refuses texts.
-        stop_ids: The model's end-of-text tokens.
-        vocab_size: Token ids are below it.
+        tokenizer: Tokenizer of the model; without one, prompts must be token ids.
+        stop_ids: End-of-text tokens of the model.
+        vocab_size: Size of the vocabulary.
         longest: Most tokens of a sequence.
     """
 
@@ -55,15 +55,16 @@ class RequestBuilder:
     def request(
         self, params: SamplingParams, *, priority: int = 0, timeout_s: float | None = None
     ) -> Request:
-        """A request without tokens.
+        """Create a request without tokens.
 
         Args:
-            params: `n` and `seed` count.
-            priority: Lower ones go first.
-            timeout_s: Seconds from now after which it ends with what it has; None for no limit.
+            params: Sampling parameters; only `n` and `seed` are used.
+            priority: Lower values go first.
+            timeout_s: Seconds after which the request ends with the tokens it has; None for no
+                limit.
 
         Raises:
-            InferenceError: The priority or the time has a wrong type, or is out of its range.
+            InferenceError: The priority or the timeout has a wrong type or is out of range.
         """
         priority = integer("priority", priority, _PRIORITY)
         if timeout_s is not None:
@@ -83,17 +84,23 @@ class RequestBuilder:
             for index in range(params.n)
         ]
         for sequence in sequences[1:]:
-            sequence.leader = sequences[0]
+            sequence.prefix_leader = sequences[0]
         return Request(request_id=request_id, sequences=sequences)
 
     def add_prompt(
         self, request: Request, prompt: Prompt, params: SamplingParams, *, new_tokens: int = 1
     ) -> None:
-        """Append a prompt; the model must take `new_tokens` more tokens after it.
+        """Append a prompt to a request.
+
+        Args:
+            request: The request.
+            prompt: Text or token ids.
+            params: Sampling parameters.
+            new_tokens: Number of tokens after the prompt for which the model must have room.
 
         Raises:
             InferenceError: The prompt is empty, too long or not of this vocabulary, or the model
-                has no tokenizer for it or for stop texts.
+                has no tokenizer for a prompt of text or for stop texts.
         """
         before = request.sequences[0].tokens
         text, tokens = self._encode(prompt, first=not before)
@@ -110,19 +117,19 @@ class RequestBuilder:
             sequence.add_prompt(tokens, params, self._tokenizer, self._stop_ids, longest)
 
     def checked_ids(self, where: str, given: Any) -> list[int]:
-        """Return token ids of the vocabulary as integers of Python.
+        """Return token ids of the vocabulary as Python integers.
 
         Args:
-            where: What has them, for the message.
+            where: Name of the argument, for the message.
             given: A list, an array or a tensor.
 
         Raises:
-            InferenceError: Some are no integers, or not of the vocabulary.
+            InferenceError: A value is not an integer or not in the vocabulary.
         """
         return token_ids(where, given, self._vocab_size)
 
     def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
-        """Text and tokens of a prompt, checked."""
+        """Check a prompt, and return its text and tokens."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InferenceError("the model has no tokenizer.json; give token ids")

@@ -39,7 +39,7 @@ class DecodeBurst:
     Attributes:
         sequences: Sequences that take part.
         counts: Number of steps of each sequence.
-        prefill: Whether the first step computes a prompt token of the sequence.
+        prefill: For each sequence, True if its first step computes a prompt token.
         inputs: Inputs of the steps.
         launched: Results of the steps.
         unwanted: Sequences that have ended since the launch.
@@ -68,11 +68,11 @@ class ForwardPass:
         hidden: Last hidden states of all tokens, [t, hidden], valid until the next pass; None
             unless requested.
         sequences: Sequences that take part, single tokens first.
-        prefill: Whether the pass computes prompt tokens of the sequence.
-        generates: Whether a token of the sequence is sampled after the pass.
-        computed: Tokens of the sequence that are computed after the pass.
-        lists: Slots attended, tokens held and slots reserved by their KV lists, int64 [3, layers,
-            b, kv_heads].
+        prefill: For each sequence, True if the pass counts as prefill.
+        generates: For each sequence, True if a token is sampled after the pass.
+        num_computed_tokens: For each sequence, number of computed tokens after the pass.
+        lists: Slots attended, tokens held and slots reserved by the KV lists of each sequence,
+            int64 [3, layers, b, kv_heads].
         live: Tokens held by all KV lists of the cache, int64.
     """
 
@@ -81,7 +81,7 @@ class ForwardPass:
     sequences: list[Sequence]
     prefill: list[bool]
     generates: list[bool]
-    computed: list[int]
+    num_computed_tokens: list[int]
     lists: Tensor
     live: Tensor
 
@@ -91,13 +91,13 @@ class LaunchedPass:
     """A launched forward pass, followed by on-device sampling.
 
     Attributes:
-        done: The pass.
-        sampled: Sequences that get a token.
-        fetched: int64, `live`, then `lists` of the pass, then the tokens.
+        forward_pass: The pass.
+        sampled: Sequences for which a token is sampled.
+        fetched: int64, `live` of the pass, then its `lists`, then the sampled tokens.
         unwanted: Sequences that have ended since the launch.
     """
 
-    done: ForwardPass
+    forward_pass: ForwardPass
     sampled: list[Sequence]
     fetched: Fetched
     unwanted: set[Sequence] = field(default_factory=set)
@@ -105,7 +105,7 @@ class LaunchedPass:
     @property
     def sequences(self) -> list[Sequence]:
         """Sequences that take part."""
-        return self.done.sequences
+        return self.forward_pass.sequences
 
 
 Launched: TypeAlias = DecodeBurst | LaunchedPass
@@ -153,9 +153,9 @@ class ModelRunner:
                 self._prompts = PromptGraphs(model.decoder, cache, chunk)
         a = model.architecture
         self.limits = SchedulerLimits(
-            rows=options.max_num_seqs,
-            batch_tokens=options.max_num_batched_tokens,
-            chunk=options.prefill_chunk,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            prefill_chunk=options.prefill_chunk,
             kv_lists=a.num_layers * a.num_query_groups,
             page_slots=options.page_slots,
             window=policy.window,
@@ -167,98 +167,116 @@ class ModelRunner:
     def step(
         self, batch: list[tuple[Sequence, int]], *, hidden_states: bool = False
     ) -> ForwardPass:
-        """Start to compute the next tokens of sequences, and advance `computed`.
+        """Start to compute the next tokens of sequences, and advance `num_computed_tokens`.
 
-        The host waits for log-probabilities of given tokens, which are stored in the sequences.
+        Log-probabilities of given tokens are stored in the sequences; the host waits for them.
 
         Args:
-            batch: Sequences with rows, and the number of tokens that each computes.
+            batch: Admitted sequences, each with the number of tokens to compute.
             hidden_states: Return hidden states of every token instead of logits.
         """
-        order = sorted(range(len(batch)), key=lambda i: (batch[i][1], batch[i][0].row))
+        order = sorted(range(len(batch)), key=lambda i: (batch[i][1], batch[i][0].batch_slot))
         ordered = [batch[i] for i in order]
         wanted, sequences = wanted_logits(ordered), [sequence for sequence, _ in ordered]
-        # prompt tokens, given tokens, and tokens that are computed again after preemption
-        prefill = [s.prefilling or s.given_only or s.remaining > 1 for s in sequences]
+        # prompt tokens, given tokens, and tokens that are computed again after a preemption
+        prefill = [s.prefilling or s.score_only or s.remaining > 1 for s in sequences]
         hidden, reads = self._forward(ordered)
-        rows = sent([s.row for s in sequences], self._device)
+        rows = sent([s.batch_slot for s in sequences], self._device)
         lists = torch.stack([reads, self.cache.live(rows), self.cache.held_slots(rows)])
         live = self.total.live()
         for sequence, count in ordered:
-            sequence.computed += count
+            sequence.num_computed_tokens += count
         sampled = hidden[:0]
         if not hidden_states:
             ends = accumulate(batch[i][1] for i in order)
-            places = sorted(zip(order, ends, strict=True))
-            last = [end - 1 for i, end in places if batch[i][0].is_sampled]
+            ends_in_batch_order = sorted(zip(order, ends, strict=True))
+            last = [end - 1 for i, end in ends_in_batch_order if batch[i][0].is_sampled]
             sampled = hidden[sent(last, self._device)] if last else sampled
         logits = self.model.decoder.logits(sampled)
         score(self.model.decoder, hidden, wanted)
-        generates, computed = [s.is_sampled for s in sequences], [s.computed for s in sequences]
-        kept = hidden if hidden_states else None
-        return ForwardPass(logits, kept, sequences, prefill, generates, computed, lists, live)
+        return ForwardPass(
+            logits=logits,
+            hidden=hidden if hidden_states else None,
+            sequences=sequences,
+            prefill=prefill,
+            generates=[s.is_sampled for s in sequences],
+            num_computed_tokens=[s.num_computed_tokens for s in sequences],
+            lists=lists,
+            live=live,
+        )
 
-    def count(self, done: ForwardPass) -> None:
+    def count(self, forward_pass: ForwardPass) -> None:
         """Wait for a pass, add its cost to its sequences, and update their `pages`."""
-        self._note(done, done.lists.cpu(), int(done.live))
+        self._count_pass(forward_pass, forward_pass.lists.cpu(), int(forward_pass.live))
 
-    def _note(
+    def _count_pass(
         self,
-        done: ForwardPass,
+        forward_pass: ForwardPass,
         lists: Tensor,
         live: int,
         unwanted: Collection[Sequence] = (),
     ) -> None:
         """Add the cost of a pass to its sequences, once its numbers are on the host."""
         counts = PassCounts(lists)
-        passed = zip(done.sequences, done.prefill, done.generates, done.computed, strict=True)
-        for index, (sequence, prefill, generates, computed) in enumerate(passed):
+        passed = zip(
+            forward_pass.sequences,
+            forward_pass.prefill,
+            forward_pass.generates,
+            forward_pass.num_computed_tokens,
+            strict=True,
+        )
+        for index, (sequence, prefill, generates, num_computed_tokens) in enumerate(passed):
             if sequence in unwanted:
                 continue
             sequence.meter.step(
                 counts,
                 index,
-                tokens=computed,
+                tokens=num_computed_tokens,
                 slot_bytes=self.cache.slot_bytes,
                 prefill=prefill,
                 generates=generates,
             )
-            if sequence.row is not None:  # a preempted sequence has no row
-                sequence.pages = counts.sums[index][2] // self.limits.page_slots
+            if sequence.batch_slot is not None:  # a preempted sequence holds no pages
+                sequence.pages = counts.by_sequence[index][2] // self.limits.page_slots
         self.total.step(live)
 
     def can_sample_all(self, batch: list[tuple[Sequence, int]]) -> bool:
         """Return whether `launch_pass` supports a pass: no sequence needs the host for sampling."""
         return self._graphs is not None and all(
-            s.params.plain and s.given is None and not s.given_only for s, _ in batch
+            s.params.plain and s.given is None and not s.score_only for s, _ in batch
         )
 
     def launch_pass(self, batch: list[tuple[Sequence, int]]) -> LaunchedPass:
         """Launch a pass and on-device sampling after it; the host does not wait.
 
-        Advances `computed`, and `ahead` of the sequences that get a token.
+        Advances `num_computed_tokens`, and `num_inflight_tokens` where a token is sampled.
 
         Args:
             batch: A batch that `can_sample_all` accepts.
         """
         assert self._graphs is not None
-        done = self.step(batch)
-        numbers = [done.live.view(1), done.lists.flatten()]
+        forward_pass = self.step(batch)
+        numbers = [forward_pass.live.view(1), forward_pass.lists.flatten()]
         sampled = [sequence for sequence, _ in batch if sequence.is_sampled]
         if sampled:
             inputs = _inputs(sampled, np.ones(len(sampled), np.int64), 1)
-            numbers.append(self._graphs.sample(done.logits, inputs))
+            numbers.append(self._graphs.sample(forward_pass.logits, inputs))
             for sequence in sampled:
-                sequence.ahead += 1
-        return LaunchedPass(done, sampled, Fetched.of(torch.cat(numbers)))
+                sequence.num_inflight_tokens += 1
+        return LaunchedPass(forward_pass, sampled, Fetched.of(torch.cat(numbers)))
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
-        """Compute the last hidden states of all tokens, and slots attended; single tokens first.
+        """Compute the last hidden states of all tokens and the slots attended.
+
+        Args:
+            batch: Sequences with single tokens come first.
 
         Returns:
             [t, hidden] and int64 [layers, b, kv_heads].
         """
-        parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
+        parts = [
+            (s.batch_slot or 0, s.num_computed_tokens, s.next_known(count)) for s, count in batch
+        ]
         batches = None if self._prompts is None else self._prompts.batches(parts)
         if self._prompts is not None and batches is not None:
             return self._prompts.step(parts, batches)
@@ -269,27 +287,29 @@ class ModelRunner:
 
     def can_sample(self, sequence: Sequence) -> bool:
         """Return whether `launch` supports the next token of a sequence, sampling included."""
-        plain = sequence.params.plain and not sequence.given_only
+        plain = sequence.params.plain and not sequence.score_only
         if self._graphs is None or sequence.remaining != 1 or not plain:
             return False
-        ahead = sequence.computed - sequence.prompt_end
+        generated = sequence.num_computed_tokens - sequence.prompt_end
         if self._eviction_interval is not None and self._steps_to_eviction(sequence) == 0:
             return False
-        return ahead >= 0 or (ahead == -1 and self._decodes_prompts)
+        return generated >= 0 or (generated == -1 and self._decodes_prompts)
 
     def _steps_to_eviction(self, sequence: Sequence) -> int:
-        """Return how many generated tokens are computed before one that the hooks evict after."""
+        """Return the number of generated tokens before the next one after which the hooks evict."""
         assert self._eviction_interval is not None
-        generated = sequence.computed - sequence.prompt_end
+        generated = sequence.num_computed_tokens - sequence.prompt_end
         return self._eviction_interval - 1 - generated % self._eviction_interval
 
     def launch(self, sequences: list[Sequence], steps: int) -> DecodeBurst:
-        """Launch a burst of decode steps without waiting; advance `computed` and `ahead`.
+        """Launch a burst of decode steps without waiting.
+
+        Advances `num_computed_tokens` and `num_inflight_tokens`.
 
         Args:
             sequences: Sequences that `can_sample` accepts.
-            steps: 1 or the limit; each sequence takes part up to its own limit. Only one step is
-                launched if no sequence takes part in all of them.
+            steps: 1 or `limits.decode_steps`. Each sequence takes part until it has
+                `max_total_tokens`. Only one step is launched if no sequence takes part in all.
         """
         assert self._graphs is not None
         counts = [s.tokens_left(steps) for s in sequences]
@@ -304,37 +324,38 @@ class ModelRunner:
         prefill = [s.prefilling for s in sequences]
         launched = self._graphs.launch(inputs)
         for sequence, count in zip(sequences, counts, strict=True):
-            sequence.computed += count
-            sequence.ahead += count
+            sequence.num_computed_tokens += count
+            sequence.num_inflight_tokens += count
         return DecodeBurst(sequences, counts, prefill, inputs, launched)
 
     def wait(self, launched: Launched) -> None:
-        """Wait for a burst or a pass whose tokens are dropped."""
+        """Wait for a burst or a pass, and drop its tokens."""
         (launched.launched if isinstance(launched, DecodeBurst) else launched.fetched).wait()
 
     def receive(self, launched: Launched) -> list[Sequence]:
         """Wait for a burst or a pass, and add tokens and costs to its sequences.
 
         Returns:
-            Sequences that are still wanted.
+            Sequences that took part and have not ended since the launch.
 
         Raises:
-            RuntimeError: A token found no page, so that the contents of the cache are invalid.
+            RuntimeError: A token found no page, so the contents of the cache are invalid.
         """
         if isinstance(launched, DecodeBurst):
             return self._receive_burst(launched)
         return self._receive_pass(launched)
 
     def _receive_pass(self, launched: LaunchedPass) -> list[Sequence]:
-        done, unwanted = launched.done, launched.unwanted
+        forward_pass, unwanted = launched.forward_pass, launched.unwanted
         numbers = launched.fetched.wait()
-        end = 1 + done.lists.numel()
-        self._note(done, numbers[1:end].view_as(done.lists), int(numbers[0]), unwanted)
+        end = 1 + forward_pass.lists.numel()
+        lists = numbers[1:end].view_as(forward_pass.lists)
+        self._count_pass(forward_pass, lists, int(numbers[0]), unwanted)
         for sequence, token in zip(launched.sampled, numbers[end:].tolist(), strict=True):
             if sequence not in unwanted:
-                sequence.ahead -= 1
+                sequence.num_inflight_tokens -= 1
                 sequence.extend([token])
-        return [sequence for sequence in done.sequences if sequence not in unwanted]
+        return [sequence for sequence in forward_pass.sequences if sequence not in unwanted]
 
     def _receive_burst(self, burst: DecodeBurst) -> list[Sequence]:
         cache = self._capturable
@@ -344,17 +365,19 @@ class ModelRunner:
         reads, live = (lists.numpy() for lists in cache.counts(status.lists))
         counts = BurstCounts(reads, live, self.limits.page_slots)
         self.total.step(counts.most_live)
-        taken = []  # 0 for a sequence that has ended
+        taken = []  # number of new tokens; 0 for a sequence that has ended
         sampled = zip(burst.sequences, burst.counts, status.tokens.T.tolist(), strict=True)
         for sequence, count, tokens in sampled:
             if sequence in burst.unwanted:
                 taken.append(0)
             else:
-                sequence.ahead -= count
+                sequence.num_inflight_tokens -= count
                 taken.append(sequence.extend(tokens[:count]))
-        return self._count(burst, counts, np.array(taken))
+        return self._count_burst(burst, counts, np.array(taken))
 
-    def _count(self, burst: DecodeBurst, counts: BurstCounts, taken: Integers) -> list[Sequence]:
+    def _count_burst(
+        self, burst: DecodeBurst, counts: BurstCounts, taken: Integers
+    ) -> list[Sequence]:
         """Add the cost of the first `taken` [b] tokens; return the sequences that took any."""
         (wanted,) = taken.nonzero()
         sequences = [burst.sequences[index] for index in wanted.tolist()]
@@ -365,22 +388,28 @@ class ModelRunner:
         numbers = zip(sequences, costs, taken.tolist(), computed.tolist(), strict=True)
         for sequence, cost, steps, tokens in numbers:
             sequence.meter.decode(cost, steps=steps, tokens=tokens, slot_bytes=slot_bytes)
-            if sequence.row is not None:
+            if sequence.batch_slot is not None:
                 sequence.pages = cost.held // slots
         return sequences
 
 
 def _inputs(sequences: list[Sequence], counts: Integers, steps: int) -> PackedInputs:
-    """Pack the inputs of a burst; a sequence takes part in its first `counts` [b] steps."""
+    """Pack the inputs of a burst; each sequence takes part in its first `counts` [b] steps."""
     columns = [
         (
-            # -1: the previous step samples it, and the host does not know it yet
-            s.tokens[s.computed] if s.remaining > s.ahead else -1,
-            *(s.computed, s.row or 0, signed_seed(s.seed), s.index, s.length - s.prompt_end),
+            # -1: the previous step samples this token, and the host does not know it yet
+            s.tokens[s.num_computed_tokens] if s.remaining > s.num_inflight_tokens else -1,
+            *(
+                s.num_computed_tokens,
+                s.batch_slot or 0,
+                signed_seed(s.seed),
+                s.index,
+                s.length - s.prompt_end,
+            ),
         )
         for s in sequences
     ]
-    newest, position, rows, seed, index, place = np.array(columns, np.int64).T
+    newest, position, rows, seed, index, draw = np.array(columns, np.int64).T
     number = np.arange(steps)[:, None]
     tokens = np.full((steps, len(sequences)), -1, np.int64)
     tokens[0] = newest
@@ -389,7 +418,7 @@ def _inputs(sequences: list[Sequence], counts: Integers, steps: int) -> PackedIn
         tokens=tokens,
         position=position + np.minimum(number, counts - 1),
         rows=np.where(number < counts, rows, -1),
-        keys=stream_keys(seed, index, place + number),
+        keys=stream_keys(seed, index, draw + number),
         temperature=np.array([p.temperature for p in params], np.float64),
         limits=_limits(params) if any(p.restricts for p in params) else None,
     )

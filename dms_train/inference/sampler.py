@@ -1,8 +1,7 @@
-"""From logits to the next token of each sequence, on the device of the logits.
+"""Sampling of the next token of each sequence from logits, on the device of the logits.
 
-A token is drawn by the Gumbel-max trick with numbers that depend on the sequence's seed, its index
-and the number of the generated token only. A row of a batch therefore gives the token that it
-gives alone.
+Tokens are drawn by the Gumbel-max trick. Its random numbers depend only on the sequence's seed, its
+index and the number of the generated token. A sequence therefore gets the same token in any batch.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class SamplingRow:
     """One sequence whose next token is sampled.
 
     Attributes:
-        params: How.
-        seed: Of its random numbers.
-        index: Its number among the continuations of a request.
+        params: Sampling parameters.
+        seed: Seed of the random numbers.
+        index: Index among the continuations of a request.
         prompt: Tokens before the generated ones.
         output: Generated tokens so far.
     """
@@ -40,12 +39,12 @@ class SamplingRow:
 
     @property
     def stream(self) -> tuple[int, int, int]:
-        """Which random numbers the next token is drawn with: seed, index and its number."""
+        """Key of the random numbers of the next token: seed, index and number of the token."""
         return signed_seed(self.seed), self.index, len(self.output)
 
 
 class SampledToken(NamedTuple):
-    """A token and, if asked for, the log-probabilities at its place."""
+    """A token and, if requested, the log-probabilities at its position."""
 
     token: int
     logprobs: TokenLogprobs | None
@@ -56,7 +55,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
 
     Args:
         logits: [b, vocab].
-        rows: One for each of them.
+        rows: One entry for each row of the logits.
     """
     scores = _adjusted(logits.float(), rows)
     tokens = scores.argmax(-1)
@@ -68,7 +67,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
 
 
 def _adjusted(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Scores [b, vocab] after logit bias and penalties."""
+    """Apply logit bias and penalties to scores [b, vocab]."""
     changed = [i for i, row in enumerate(rows) if row.params.penalizes or row.params.logit_bias]
     if changed:
         scores = scores.clone()
@@ -82,7 +81,7 @@ def _adjusted(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
 
 
 def _penalized(scores: Tensor, row: SamplingRow) -> Tensor:
-    """One row of scores, [vocab], after its penalties."""
+    """Apply the penalties to one row of scores, [vocab]."""
     params = row.params
     counts = [
         torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=len(scores))
@@ -97,22 +96,22 @@ def _penalized(scores: Tensor, row: SamplingRow) -> Tensor:
 
 
 def _draw(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Tokens [b] drawn from the softmax of scores [b, vocab] over the temperature."""
+    """Draw tokens [b] from the softmax of scores [b, vocab] divided by the temperature."""
     vocab = scores.shape[1]
     temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64)
     scores = scores.double() / temperature[:, None].to(scores.device)
     if any(row.params.restricts for row in rows):
         scores = _restricted(scores, [row.params for row in rows])
-    seed, index, place = torch.tensor([row.stream for row in rows]).T
-    noise = uniform(stream_keys(seed, index, place).to(scores.device), vocab)
+    seed, index, token_number = torch.tensor([row.stream for row in rows]).T
+    noise = uniform(stream_keys(seed, index, token_number).to(scores.device), vocab)
     return (scores - (-noise.log()).log()).argmax(-1)
 
 
 def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Scores [b, vocab] with -inf for what top-k, then top-p and min-p exclude.
+    """Set the scores [b, vocab] that top-k, then top-p and min-p exclude to -inf.
 
-    Of equal scores the first ones are kept. Weights are integers, whose sums are exact, so that
-    `kernels.layers.triton_restrict` excludes the same tokens.
+    Of equal scores, those of the lowest token ids are kept. Weights are integers, because their
+    sums are exact: `kernels.layers.triton_restrict` then excludes the same tokens.
     """
     vocab = scores.shape[1]
     top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params])
@@ -120,41 +119,41 @@ def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
     top_k, (top_p, log_min_p) = top_k.to(scores.device), shares.to(scores.device).split(1, 1)
     ordered, index = scores.sort(stable=True, dim=-1, descending=True)
     best = ordered[:, :1]
-    behind = (ordered - best).masked_fill(ordered == best, 0)  # infinite ones too
+    below_best = (ordered - best).masked_fill(ordered == best, 0)  # avoids inf - inf
     excluded = torch.arange(vocab, device=scores.device) >= top_k
-    weight = (behind.exp() * 2.0**WEIGHT_BITS + 0.5).long().masked_fill(excluded, 0)
+    weight = (below_best.exp() * 2.0**WEIGHT_BITS + 0.5).long().masked_fill(excluded, 0)
     least = (weight.sum(-1, keepdim=True) * top_p).ceil().long()
     excluded |= (weight.cumsum(-1) - weight >= least) & (top_p < 1)
-    excluded |= behind < log_min_p
+    excluded |= below_best < log_min_p
     return scores.scatter(1, index, ordered.masked_fill(excluded, -torch.inf))
 
 
 def signed_seed(seed: int) -> int:
-    """A seed, which may be any integer, modulo 2**64 in the range of int64."""
+    """Map a seed, which may be any integer, into the range of int64, modulo 2**64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def stream_keys(seed: Numbers, index: Numbers, place: Numbers) -> Numbers:
-    """Keys of `method.splitmix` for tokens.
+def stream_keys(seed: Numbers, index: Numbers, token_number: Numbers) -> Numbers:
+    """Compute the keys of `method.splitmix` for tokens.
 
     Args:
-        seed: int64 tensor or array, of the sequences.
-        index: The same, their numbers among the continuations of a request.
-        place: The same, the numbers of the generated tokens.
+        seed: Seeds of the sequences, int64 tensor or array.
+        index: Indices among the continuations of a request, of the same type.
+        token_number: Numbers of the generated tokens, of the same type.
 
     Returns:
-        The same, of the shape that the arguments broadcast to.
+        Keys of the same type, in the shape that the arguments broadcast to.
     """
-    return mix(mix(mix(seed * GOLDEN + 1) + index * GOLDEN) + place * GOLDEN)
+    return mix(mix(mix(seed * GOLDEN + 1) + index * GOLDEN) + token_number * GOLDEN)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: list[SamplingRow]) -> dict[int, TokenLogprobs]:
-    """Log-probabilities of the rows that request them, by row."""
+    """Return the log-probabilities of the rows that request them, by row."""
     wanted = {i: row.params.logprobs for i, row in enumerate(rows)}
     tops = {i: top for i, top in wanted.items() if top is not None}
     if not tops:
         return {}
-    places = list(tops)
-    found = token_scores(logits[places], tokens[places], max(tops.values()))
-    entries = HostScores.of(found.cpu()).entries(list(tops.values()))
-    return dict(zip(places, entries, strict=True))
+    indices = list(tops)
+    packed = token_scores(logits[indices], tokens[indices], max(tops.values()))
+    entries = HostScores.of(packed.cpu()).entries(list(tops.values()))
+    return dict(zip(indices, entries, strict=True))

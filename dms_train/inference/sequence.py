@@ -1,4 +1,4 @@
-"""Requests and the sequences that continue their prompts: tokens, texts and counts, no tensors."""
+"""Requests and their sequences: tokens, texts and counts, no tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dms_train.inference.outputs import (
 )
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.sampler import SampledToken, SamplingRow, signed_seed
-from dms_train.inference.scheduler import SequenceState
+from dms_train.inference.sequence_state import FINISHED, RUNNING, WAITING, SequenceState
 from dms_train.inference.texts import GeneratedText
 from dms_train.inference.tokenizer import Tokenizer
 
@@ -26,17 +26,17 @@ class Sequence(SequenceState):
     """One continuation of a request, or a conversation.
 
     Attributes:
-        request_id: The request's.
-        seed: Of its random numbers.
-        params: How to continue.
-        meter: What it has cost since the prompt started.
+        request_id: Id of the request.
+        seed: Seed of the random numbers.
+        params: Sampling parameters.
+        meter: Cost since the current prompt started.
         prompt: Tokens of the current prompt.
-        logprobs: Of the generated tokens, if asked for.
-        given: Tokens whose log-probabilities are wanted though they are not sampled.
-        text: Of the generated tokens.
-        stops: Tokens that end it.
-        started: When its prompt came, on the clock `time.monotonic`.
-        advanced: When its newest generated token was known, on the same clock.
+        logprobs: Log-probabilities of the generated tokens, if requested.
+        given: Given tokens to score; None if no scores were requested.
+        text: Text of the generated tokens.
+        stops: Tokens that end the sequence.
+        started: Time at which the prompt arrived, on the clock `time.monotonic`.
+        advanced: Time at which the host received the newest generated token, on the same clock.
     """
 
     request_id: str
@@ -53,50 +53,56 @@ class Sequence(SequenceState):
 
     @property
     def prompt_start(self) -> int:
-        """Where the current prompt starts in `tokens`."""
+        """Index in `tokens` at which the current prompt starts."""
         return self.prompt_end - len(self.prompt)
 
     @property
     def sizes(self) -> RequestSizes:
-        """What a policy may know of it."""
-        limit = self.prompt_end if self.limit is None else self.limit
+        """Facts about the request that the cache policy may use."""
+        limit = self.prompt_end if self.max_total_tokens is None else self.max_total_tokens
         return RequestSizes(self.prompt_end, limit, signed_seed(self.seed))
 
     @property
     def output(self) -> list[int]:
-        """Tokens generated for the current prompt, or given to follow it."""
+        """Tokens after the current prompt, generated or given."""
         return self.tokens[self.prompt_end :]
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Of the tokens of the prompt so far, None for the first one; None unless asked for."""
+        """Log-probabilities of the prompt tokens computed so far; None unless requested.
+
+        The first token has none.
+        """
         if self.given is None or self.params.prompt_logprobs is None:
             return None
         return [None, *self.given.entries]
 
     @property
     def scores(self) -> GivenScores | None:
-        """Of the tokens that follow the prompt; None if they are sampled."""
+        """Scores of the given tokens after the prompt; None if tokens are sampled."""
         if self.given is None or self.given.top is not None:
             return None
         return self.given.scores
 
     @property
     def prefilling(self) -> bool:
-        """Whether part of the prompt is not in the cache yet."""
-        return self.computed < self.prompt_end
+        """True if part of the prompt is still to be computed."""
+        return self.num_computed_tokens < self.prompt_end
 
     @property
     def shareable(self) -> list[int]:
-        """Its tokens up to the first one that must be computed, whatever snapshots hold."""
-        end = len(self.tokens) - self.given_only
+        """First tokens that may come from a snapshot, plus one that must be computed.
+
+        Tokens whose logits are requested are computed, because snapshots hold no logits.
+        """
+        end = len(self.tokens) - self.score_only
         if self.given is not None:
             end = min(end, self.given.logits_from + 1)
         return self.tokens[:end]
 
-    def take(self, count: int) -> list[int]:
-        """The next tokens to compute; the one that is on the device only is left out."""
-        return self.tokens[self.computed : self.computed + count]
+    def next_known(self, count: int) -> list[int]:
+        """Return those of the next `count` tokens to compute that the host knows."""
+        return self.tokens[self.num_computed_tokens : self.num_computed_tokens + count]
 
     def add_prompt(
         self,
@@ -106,22 +112,23 @@ class Sequence(SequenceState):
         stops: frozenset[int],
         longest: int,
     ) -> None:
-        """Append a prompt to all tokens so far; costs are counted from here on.
+        """Append a prompt to all tokens so far, and start to count costs anew.
 
         Args:
             tokens: The prompt.
-            params: How to continue it.
-            tokenizer: Of the model; None gives no text.
-            stops: The model's end-of-text tokens.
+            params: Sampling parameters.
+            tokenizer: Tokenizer of the model; without one, the text stays empty.
+            stops: End-of-text tokens of the model.
             longest: Most tokens of a sequence.
         """
         self.params, self.prompt = params, tokens
         self.tokens += tokens
         self.prompt_end = len(self.tokens)
-        self.limit = min(self.prompt_end + params.max_tokens, longest)
+        self.max_total_tokens = min(self.prompt_end + params.max_tokens, longest)
         self.finish_reason = None
+        self.status = WAITING if self.batch_slot is None else RUNNING
         self.logprobs, self.given = [], None
-        self.given_only = params.max_tokens == 0
+        self.score_only = params.max_tokens == 0
         if params.prompt_logprobs is not None and self.index == 0:
             self.given = GivenTokens(
                 start=self.prompt_start + 1, end=self.prompt_end, top=params.prompt_logprobs
@@ -134,32 +141,35 @@ class Sequence(SequenceState):
         if params.seed is not None:
             self.seed = params.seed
 
-    def give(self, continuation: list[int]) -> None:
-        """Follow the prompt with tokens that are scored; nothing is sampled.
+    def append_given(self, continuation: list[int]) -> None:
+        """Append tokens to score after the prompt; no token is sampled.
 
         Args:
-            continuation: At least one token.
+            continuation: The tokens, at least one.
         """
         self.tokens += continuation
-        self.given_only = True
+        self.score_only = True
         self.given = GivenTokens(start=self.prompt_end, end=len(self.tokens))
 
     def sampling_row(self) -> SamplingRow:
-        """What the sampler needs for the next token."""
+        """Return the sampler's input for the next token."""
         before, output = self.tokens[: self.prompt_end], self.output
         return SamplingRow(self.params, self.seed, self.index, before, output)
 
     def append(self, sampled: SampledToken) -> None:
-        """Add a sampled token, and end the sequence if it is the last one."""
+        """Add a sampled token; finish the sequence if it is the last one."""
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs._replace(text_offset=self.text.decoded))
         self.extend([sampled.token])
 
     def extend(self, tokens: list[int]) -> int:
-        """Add sampled tokens up to the last one of the sequence; how many these are.
+        """Add sampled tokens up to the end of the sequence; finish it if one of them ends it.
 
         Args:
-            tokens: At least one, and no more than its limit allows.
+            tokens: At least one token, and no more than up to `max_total_tokens`.
+
+        Returns:
+            Number of tokens added.
         """
         if not self.stops.isdisjoint(tokens):
             last = next(i for i, token in enumerate(tokens) if token in self.stops)
@@ -168,13 +178,13 @@ class Sequence(SequenceState):
         self.tokens += tokens[:taken]
         self.advanced = time.monotonic()
         if tokens[taken - 1] in self.stops or self.text.stopped:
-            self.finish_reason = "stop"
-        elif self.limit is not None and len(self.tokens) >= self.limit:
-            self.finish_reason = "length"
+            self.finish("stop")
+        elif self.max_total_tokens is not None and len(self.tokens) >= self.max_total_tokens:
+            self.finish("length")
         return taken
 
     def to_output(self) -> CompletionOutput:
-        """What is returned of it now."""
+        """Return the output so far."""
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
@@ -192,11 +202,11 @@ class Request:
     """A prompt with its continuations.
 
     Attributes:
-        request_id: Name in outputs.
-        sequences: One for each continuation.
-        prompt: Text of the prompt, or None.
-        final_only: Whether it is returned only when it has finished.
-        keep_cache: Whether its cache stays when it has finished.
+        request_id: Id of the request in outputs.
+        sequences: One sequence for each continuation.
+        prompt: Text of the prompt; None for a prompt of token ids.
+        final_only: True if the engine returns the request only when it has finished.
+        keep_cache: True if the cache is kept when the request has finished.
     """
 
     request_id: str
@@ -206,17 +216,21 @@ class Request:
     keep_cache: bool = False
 
     @property
-    def grouped(self) -> bool:
-        """Whether several tokens may be decoded at once: what lies behind its end is not seen."""
+    def allows_bursts(self) -> bool:
+        """True if decode bursts are allowed.
+
+        A burst may compute tokens after the end of a sequence. Neither a streamed output nor a kept
+        cache may show them.
+        """
         return self.final_only and not self.keep_cache
 
     @property
     def finished(self) -> bool:
-        """Whether all continuations have ended."""
-        return all(s.finish_reason is not None for s in self.sequences)
+        """True if all continuations have finished."""
+        return all(s.status is FINISHED for s in self.sequences)
 
     def to_output(self) -> RequestOutput:
-        """What is returned of it now."""
+        """Return the output so far."""
         first = self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,

@@ -1,4 +1,4 @@
-"""Generated tokens to text that can be shown at once and never has to be taken back."""
+"""Text of generated tokens for streaming: text that was returned never changes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class StopFilter:
-    """Ends a text before the first stop text in it.
+    """Filter that ends a text before the first stop text in it.
 
-    The end of a text that may be the beginning of a stop text is held back until it is decided.
+    If the end of the text may begin a stop text, the filter holds it back until more text decides.
 
     Args:
         stops: Texts that end it; none of them is empty.
 
     Attributes:
-        stopped: Whether a stop text has come; nothing follows.
+        stopped: True after a stop text; further text is dropped.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -23,7 +23,7 @@ class StopFilter:
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """The part of the text so far that is decided now."""
+        """Add text, and return the text that is final now."""
         if self.stopped:
             return ""
         if not self._stops:
@@ -38,18 +38,18 @@ class StopFilter:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """What was held back: the text has ended without the rest of a stop text."""
+        """Return the text held back, because no rest of a stop text follows."""
         held, self._held = self._held, ""
         return held
 
 
 class GeneratedText:
-    """The text of one continuation, which grows by tokens and is never taken back.
+    """Text of one continuation; it grows by tokens and never shrinks.
 
-    Tokens are decoded when the text is asked for; at once where a stop text may end it.
+    Tokens are decoded when the text is read. With stop texts, they are decoded at once.
 
     Args:
-        tokenizer: Of the model; None gives no text.
+        tokenizer: Tokenizer of the model; without one, the text stays empty.
         before: Tokens that the generated ones follow.
         stops: Texts that end it.
     """
@@ -64,23 +64,23 @@ class GeneratedText:
 
     @property
     def text(self) -> str:
-        """What is decided: no incomplete character, no end that may begin a stop text."""
+        """Final text, without an incomplete character or an end that may begin a stop text."""
         self._decode()
         return self._text
 
     @property
     def decoded(self) -> int:
-        """Characters decoded so far, those that are held back included."""
+        """Number of characters decoded so far, including those held back."""
         self._decode()
         return self._length
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text has come."""
+        """True after a stop text."""
         return self._filter.stopped
 
     def add(self, tokens: list[int]) -> int:
-        """Take the next tokens, up to the one that completes a stop text; how many these are."""
+        """Add tokens up to the one that completes a stop text; return how many were added."""
         if self._tokens is None:
             return len(tokens)
         if not self._stops:
@@ -94,7 +94,7 @@ class GeneratedText:
         return len(tokens)
 
     def finish(self) -> None:
-        """Add what was held back: no token follows."""
+        """Add the text held back, because no token follows."""
         self._decode()
         text = "" if self._tokens is None else self._tokens.finish()
         self._text += self._filter.add(text) + self._filter.finish()
@@ -108,12 +108,12 @@ class GeneratedText:
 
 
 def until(text: str, stops: tuple[str, ...]) -> str:
-    """A text up to the first of the stops in it."""
+    """Return a text up to the first stop text in it."""
     ends = [at for at in map(text.find, stops) if at >= 0]
     return text[: min(ends)] if ends else text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text that begins a stop text."""
+    """Return the length of the longest end of a text that begins a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

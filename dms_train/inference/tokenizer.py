@@ -1,4 +1,4 @@
-"""Text to tokens and back, from the files of a model directory, without transformers."""
+"""Tokenizer of a model directory, read without transformers; incremental detokenization."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from dms_train.inference.errors import InferenceError
 
-_CONTEXT = 32  # tokens of the prompt that are decoded with the first generated one
+_CONTEXT = 32  # last tokens of the prompt that are decoded with the first generated token
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of SentencePiece's byte fallback
 
 
 def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for: GPT-2's table."""
+    """Return the byte that each character of a byte-level token stands for: GPT-2's table."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {
-        chr(0x100 + place): byte for place, byte in enumerate(hidden)
+        chr(0x100 + index): byte for index, byte in enumerate(hidden)
     }
 
 
@@ -29,7 +29,7 @@ _BYTE_LEVEL = _byte_level()
 
 
 class Tokenizer:
-    """`tokenizer.json`, read by the tokenizers package."""
+    """Tokenizer of a `tokenizer.json`, read by the tokenizers package."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -47,10 +47,10 @@ class Tokenizer:
         return cls(read_tokenizer(directory))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids, with the tokenizer's special tokens around the text if `special`.
+        """Encode a text; add the tokenizer's special tokens around it if `special`.
 
         Raises:
-            InferenceError: The text has words that a tokenizer of whole words does not know.
+            InferenceError: A tokenizer of whole words does not know a word of the text.
         """
         try:
             ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
@@ -59,24 +59,23 @@ class Tokenizer:
         return ids
 
     def knows(self, token: str) -> bool:
-        """Whether a text is one token of the vocabulary."""
+        """Return whether a text is one token of the vocabulary."""
         return self._inner.token_to_id(token) is not None
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
-        """Text, with special tokens if `special`."""
+        """Decode tokens; keep special tokens if `special`."""
         text: str = self._inner.decode(ids, skip_special_tokens=not special)
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text, a space in front of a word included.
+        """Return the bytes that a token adds to a text, including a space in front of a word.
 
-        Of a special token these are the bytes of its name. Single tokens may be a part of a
-        character only.
+        A special token adds the bytes of its name. A token may be a part of a character only.
         """
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._find_bytes(token)
-        return found
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._find_bytes(token)
+        return known
 
     def _find_bytes(self, token: int) -> bytes:
         added = self._inner.get_added_tokens_decoder().get(token)
@@ -96,7 +95,7 @@ class Tokenizer:
 
     @cached_property
     def _anchor(self) -> tuple[str, list[int]]:
-        """A text and its token, after which other tokens are decoded as inside a text."""
+        """Text and ids of a token to decode before others, so that they decode as inside a text."""
         added = self._inner.get_added_tokens_decoder()
         for token in range(self._inner.get_vocab_size()):
             text = "" if token in added else self.decode([token])
@@ -106,17 +105,18 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Text of generated tokens, one or several at a time.
+    """Detokenizer of generated tokens, one or several at a time.
 
-    A text that was returned never changes: bytes of a character whose rest has not come yet are
-    held back. Bytes that can form no character any more become U+FFFD, as in the text of all tokens
-    at once. Tokenizers with byte fallback (Llama 2, Mistral) differ in one point: all at once, they
-    give U+FFFD for every byte of a run of byte tokens with one wrong byte, also for the characters
-    before it, which were returned already here.
+    Text that was returned never changes: bytes of an incomplete character are held back. Bytes that
+    cannot form a character become U+FFFD, as when all tokens are decoded at once.
+
+    Tokenizers with byte fallback (Llama 2, Mistral) differ in one point. If a run of byte tokens
+    has one wrong byte, decoding all at once gives U+FFFD for every byte of the run. The detokenizer
+    has returned the characters before the wrong byte already.
 
     Args:
-        tokenizer: Of the model.
-        before: Tokens that the generated ones follow; they decide how the first word is decoded.
+        tokenizer: Tokenizer of the model.
+        before: Tokens before the generated ones; they decide how the first word is decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
@@ -125,7 +125,7 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []
 
     def add(self, *tokens: int) -> str:
-        """The text that these tokens complete; empty while a character is incomplete."""
+        """Add tokens and return the text that they complete; empty in the middle of a character."""
         self._pending += tokens
         head, text = self._decoded()
         if not text or text.endswith(_REPLACEMENT):
@@ -135,24 +135,26 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back; U+FFFD for an incomplete character at its end."""
+        """Return the text held back, with U+FFFD for an incomplete character at its end."""
         return self._decoded()[1] if self._pending else ""
 
     def _decoded(self) -> tuple[str, str]:
-        """Text of the known tokens and of the pending ones behind them."""
+        """Return the text of the known tokens, and the text of the pending tokens after it."""
         head = self._tokenizer.decode(self._known)
         whole = self._tokenizer.decode(self._known + self._pending)
         known = len(head.rstrip(_REPLACEMENT))
-        dropped = not head and whole.startswith(_REPLACEMENT)  # it was a space, and is no more
-        if dropped or head[:known] != whole[:known]:  # a wrong byte behind those of `head`
+        dropped = not head and whole.startswith(
+            _REPLACEMENT
+        )  # the known tokens were a space, and are no more
+        if dropped or head[:known] != whole[:known]:  # a wrong byte after those of `head`
             return head, self._tokenizer.decode(self._pending)
         while known < len(head) and whole.startswith(_REPLACEMENT, known):
-            known += 1  # those of `head` that the pending tokens do not complete
+            known += 1  # bytes of `head` that the pending tokens do not complete
         return head, whole[known:]
 
 
 def _context(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
-    """The last tokens of a text, from the start of a character on."""
+    """Return the last tokens of a text, from the start of a character on."""
     size = _CONTEXT
     while size < len(tokens) and tokenizer.decode(tokens[-size:]).startswith(_REPLACEMENT):
         size *= 2
@@ -160,7 +162,7 @@ def _context(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
 
 
 def read_stop_ids(directory: Path) -> frozenset[int]:
-    """End-of-text tokens from generation_config.json, else config.json."""
+    """Read the end-of-text tokens from generation_config.json, else from config.json."""
     path = directory / "generation_config.json"
     stated = read_json(path).get("eos_token_id") if path.is_file() else None
     if stated is None:

@@ -31,8 +31,8 @@ from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
 from dms_train.mcore.schedule.graph import PassGraph, choose_graph
-from dms_train.mcore.schedule.step_statistics import DeviceTotals, PassTotals, StepStatistics
 from dms_train.mcore.schedule.step import PassContext, run_pass, to_device, token_scale
+from dms_train.mcore.schedule.step_statistics import DeviceTotals, PassTotals, StepStatistics
 from dms_train.method.base import MethodOptions
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions

@@ -120,7 +120,10 @@ def _create(path: Path, text: str) -> bool:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
-    with suppress(OSError), os.fdopen(descriptor, "w") as stream:  # on a full disk the lock names no holder
+    with (
+        suppress(OSError),
+        os.fdopen(descriptor, "w") as stream,
+    ):  # on a full disk the lock names no holder
         stream.write(text)
     return True
 

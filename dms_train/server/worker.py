@@ -154,11 +154,11 @@ class EngineThread:
                     keep_cache=ticket.wants_positions,
                 )
             except Exception as error:
-                loop.call_soon_threadsafe(_settle, accepted, error)
+                loop.call_soon_threadsafe(_resolve_future, accepted, error)
                 return
             self._tickets[request_id] = ticket
             ticket.request_id = request_id
-            loop.call_soon_threadsafe(_settle, accepted, None)
+            loop.call_soon_threadsafe(_resolve_future, accepted, None)
 
         self._calls.put(call)
         try:
@@ -266,7 +266,7 @@ class EngineThread:
             logger().exception("the cache of a request cannot be freed")
 
 
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+def _resolve_future(future: asyncio.Future[None], error: Exception | None) -> None:
     if future.done():
         return
     if error is None:

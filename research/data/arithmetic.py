@@ -20,8 +20,8 @@ candidate that passes its check (`!`) is the answer.
 Why an answer may be wrong, and why a vote helps: the common root passes any check, and each of the
 six other roots passes one of three. The seven stand in random order, so a trace ends in the common
 root with probability (1 - (2/3)^7) / (7/3) = 0.404, in any other root with 0.099, and in nothing
-else. Order and checks are uniform draws, so that traces of one problem err independently, regardless of
-the temperature. The answer that most of W traces give is therefore right more often as W grows:
+else. Order and checks are uniform draws, so that traces of one problem err independently at any
+temperature. The answer that most of W traces give is therefore right more often as W grows:
 0.55, 0.71, 0.88 and 0.98 of the time for W = 4, 8, 16 and 32.
 
 What a solver must remember: the coefficients, which are written once, at the start of the trace;

@@ -49,7 +49,7 @@ def sequences() -> list[Sequence]:
             arrival=row,
             tokens=torch.randint(0, tiny.VOCAB, (n,), generator=draw).tolist(),
             prompt_end=n,
-            row=row,
+            batch_slot=row,
         )
         for row, n in enumerate(PROMPTS)
     ]
@@ -63,10 +63,12 @@ def run(preset: str | None, feed: list[list[int]] | None, **how: str):
         while waiting := [s for s in running if s.prefilling]:
             done = runner.step([(s, min(s.remaining, 16)) for s in waiting])
             for s, row in zip([s for s in waiting if s.is_sampled], done.logits, strict=True):
-                s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][0])
+                s.tokens.append(int(row.argmax()) if feed is None else feed[s.batch_slot or 0][0])
         logits.append(runner.step([(s, 1) for s in running]).logits.cpu())
         for s, row in zip(running, logits[-1], strict=True):
-            s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][step + 1])
+            s.tokens.append(
+                int(row.argmax()) if feed is None else feed[s.batch_slot or 0][step + 1]
+            )
     rows = torch.arange(len(PROMPTS), device=DEVICE)
     live = runner.cache.live(rows).cpu()
     return [s.output for s in running], torch.stack(logits), live

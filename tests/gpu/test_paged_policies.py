@@ -43,7 +43,7 @@ def drained(engine: InferenceEngine, steps: tuple[int, ...] = ()) -> dict:
     while engine.has_unfinished_requests():
         step += 1
         scheduler = engine._scheduler
-        placed = [s for s in scheduler.placed if s.finish_reason is None]
+        placed = [s for s in scheduler.admitted if s.finish_reason is None]
         if step in steps and placed:
             victim = max(placed, key=lambda s: s.order)
             scheduler.remove(victim)

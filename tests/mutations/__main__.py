@@ -2,8 +2,9 @@
 
 python -m tests.mutations [--jobs N] [WORD ...]
 
-With words only the mutations whose name contains one of them are tried. The exit status is 1 when a
-test fails without a mutation, passes with its mutation or cannot run, or a text is not found.
+With words, only the mutations whose name contains one of them run. The exit status is 1 if a test
+fails without a mutation, passes with its mutation or cannot run, or if a pattern does not match
+exactly once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Ran(NamedTuple):
 
 
 def copy_tree(target: Path) -> Path:
-    """The files of the working tree that git does not ignore."""
+    """Copy the files of the working tree that git does not ignore."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout
     for name in names.decode().split("\0"):
@@ -53,7 +54,7 @@ def run(tree: Path, words: list[str]) -> Ran:
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             [*command, "-o", f"timeout={TIMEOUT}", *words],
             cwd=tree,
             env=environment,
@@ -64,19 +65,20 @@ def run(tree: Path, words: list[str]) -> Ran:
         )
     except subprocess.TimeoutExpired:
         return Ran(passed=False, failed=False, output="no answer in time")
-    output = done.stdout + done.stderr
-    passed = done.returncode == 0 and not re.search(r"\bskipped\b", done.stdout)
-    failed = done.returncode == 1 and bool(re.search(r"\b\d+ failed\b", done.stdout))
+    output = finished.stdout + finished.stderr
+    passed = finished.returncode == 0 and not re.search(r"\bskipped\b", finished.stdout)
+    failed = finished.returncode == 1 and bool(re.search(r"\b\d+ failed\b", finished.stdout))
     return Ran(passed, failed, output)
 
 
 def attempt(mutation: Mutation) -> str:
-    """Try one mutation; return `caught`, or why it was not."""
-    if not mutation.applies(ROOT):
-        return "does not apply: its text is not in the file once"
+    """Try one mutation; return `caught`, or the reason why it was not."""
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_tree(Path(folder))
-        mutation.apply(tree)
+        try:
+            mutation.apply(tree)
+        except (OSError, ValueError) as error:
+            return f"does not apply: {error}"
         ran = run(tree, ["-x", mutation.test])
     if ran.failed:
         return CAUGHT
@@ -86,7 +88,7 @@ def attempt(mutation: Mutation) -> str:
 
 
 def unmutated(mutations: list[Mutation]) -> Ran:
-    """All their tests without a mutation."""
+    """Run all their tests without a mutation."""
     with tempfile.TemporaryDirectory() as folder:
         return run(copy_tree(Path(folder)), sorted({mutation.test for mutation in mutations}))
 

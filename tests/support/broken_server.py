@@ -24,7 +24,7 @@ def break_engine(engine: InferenceEngine) -> None:
     runner, compute = engine._runner, engine._runner.step
 
     def step(batch: list, **options: object) -> object:
-        return (fails if batch[0][0].computed else compute)(batch, **options)
+        return (fails if batch[0][0].num_computed_tokens else compute)(batch, **options)
 
     runner.step, runner.cache.free = step, fails
 

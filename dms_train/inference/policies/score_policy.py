@@ -56,7 +56,7 @@ class ScorePolicy(CachePolicy):
         options: The budget and the times of evictions.
 
     Attributes:
-        protected: Newest tokens that stay regardless of their scores; they count against the budget.
+        protected: Newest tokens that stay at any score; they count against the budget.
         recent_queries: Number of newest queries whose mean attention `score` is given.
     """
 

@@ -32,7 +32,7 @@ def tiny_architecture(family: str, tied: bool = False):
 
 
 def varied_weights(a, seed: int):
-    """Random weights with which greedy continuations do not repeat one token."""
+    """Draw random weights that keep greedy continuations from repeating one token."""
     weights = hf._weights(a, seed + 2)  # with these all families evict about half
     weights["model.embed_tokens.weight"] *= 0.25
     if not a.tie_word_embeddings:
@@ -42,7 +42,7 @@ def varied_weights(a, seed: int):
 
 @pytest.fixture(params=["chunk after chunk", "one pass"])
 def prompts_pass(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways in which the kernels compute the prompts of a step."""
+    """Run a test with both ways in which the kernels compute the prompts of a step."""
     if request.param == "one pass":
         monkeypatch.setattr(prompt_graphs, "_MOST", 0)
 

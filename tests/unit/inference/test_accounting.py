@@ -1,4 +1,4 @@
-"""Every reported number against brute force over the visibility rule."""
+"""Compare every reported number with brute force over the visibility rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 4
 
 
 def brute(decisions, spec, prompt, chunk):
-    """decisions [L, H, T] of the T tokens that were computed; the expected RequestKV."""
+    """Return the expected RequestKV from decisions [L, H, T] of the T computed tokens."""
     length = decisions.shape[-1]
     counts = visible(decisions, spec).sum(-1)  # [L, H, T]
     ends = [*range(chunk - 1, prompt - 1, chunk), prompt - 1, *range(prompt, length)]
@@ -85,7 +85,7 @@ def test_vanilla_example(folder):
 
 
 def test_bytes_follow_compression(folder):
-    """After the same text the compact cache holds a fraction of what the dense one holds."""
+    """After the same text the compact cache holds a fraction of the bytes of the dense one."""
     directory = folder("qwen3", small_spec("dms", alpha_offset=-1e5))
     ids = random_ids(200)
     params = SamplingParams(max_tokens=2, temperature=0.0)
@@ -99,8 +99,8 @@ def test_bytes_follow_compression(folder):
     assert small < full / 4
 
 
-def test_decode_steps_of_a_group_are_counted_one_by_one():
-    """Each sequence takes part in some of the steps; numbers are summed in plain Python."""
+def test_steps_of_a_decode_burst_are_counted_one_by_one():
+    """Each sequence takes part in some of the steps; the truth is summed in plain Python."""
     page, shape = 8, (5, 3, 4, 2)  # steps, layers, rows, KV heads
     generator = torch.Generator().manual_seed(0)
     reads, live = torch.randint(0, 40, (2, *shape), generator=generator, dtype=torch.int32)

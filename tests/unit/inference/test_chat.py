@@ -23,7 +23,7 @@ def llm(tmp_path_factory) -> LLM:
 
 
 def prompts(llm: LLM, *args, **options) -> list[str]:
-    """Prompts that a chat gives to the model, with their special tokens."""
+    """Return the prompts that chats give to the model, with their special tokens."""
     outputs = llm.chat(*args, **options)
     return [llm.tokenizer.decode(o.prompt_token_ids, special=True) for o in outputs]
 

@@ -1,4 +1,4 @@
-"""Text that comes token by token is the text of all tokens, and nothing of it is taken back."""
+"""Text of tokens added one by one equals the text of all tokens, and never changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = st.text(st.characters(codec="utf-8") | st.sampled_from("é東😀 a\ufff
 
 @cache
 def byte_level() -> Tokenizer:
-    """As of Qwen and Llama 3: merges of bytes, so that a character may be split anywhere."""
+    """Build a tokenizer like Qwen's and Llama 3's: byte merges may split a character anywhere."""
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """As of Llama 2 and Mistral: words that start with a mark, and bytes for all the rest."""
+    """Build one like Llama 2's and Mistral's: words that start with a mark, bytes for the rest."""
     pieces = ["<s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz"]
     inner = Inner(
@@ -77,8 +77,8 @@ def test_an_encoded_text_is_decoded_to_itself(name, text, together):
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, at=st.integers(0, 60), together=st.integers(1, 50))
 @settings(max_examples=300)
-def test_a_text_is_continued_behind_a_prompt(name, text, at, together):
-    """Wherever the prompt ends, a half character at its end included."""
+def test_a_text_continues_a_prompt(name, text, at, together):
+    """The prompt may end anywhere, also inside a character."""
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode("the " + text)
     whole, head = tokenizer.decode(ids), tokenizer.decode(ids[:at])
@@ -90,7 +90,7 @@ def test_a_text_is_continued_behind_a_prompt(name, text, at, together):
 @given(ids=st.lists(st.integers(1, 256), max_size=30), together=st.integers(1, 8))
 @settings(max_examples=300)
 def test_bytes_that_form_no_character_become_replacement_characters(ids, together):
-    """Any bytes; Python's own decoder is the reference."""
+    """Python's own decoder is the reference for any bytes."""
     tokenizer = byte_level()
     alphabet = byte_alphabet()
     data = bytes(alphabet[tokenizer._inner.id_to_token(token)] for token in ids)
@@ -101,7 +101,7 @@ def test_bytes_that_form_no_character_become_replacement_characters(ids, togethe
 @example(data=b" \x80", after=False)
 @settings(max_examples=300)
 def test_byte_tokens_are_characters_or_a_replacement_character_each(data, after):
-    """Runs of byte tokens: what came before a wrong byte was returned already and stays."""
+    """In a run of byte tokens, characters before a wrong byte were returned already and stay."""
     tokenizer = byte_fallback()
     ids = [tokenizer._inner.token_to_id(f"<0x{byte:02X}>") for byte in data]
     ids += tokenizer.encode("a")[1:] if after else []
@@ -128,7 +128,7 @@ def is_text(data: bytes) -> bool:
 @given(text=TEXTS)
 @settings(max_examples=300)
 def test_the_bytes_of_tokens_are_those_of_their_text(name, text):
-    """Spaces in front of words included, which single tokens of Llama 2 lose when decoded."""
+    """They include the space in front of a word, which decoding a Llama 2 token alone loses."""
     tokenizer = TOKENIZERS[name]()
     found = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
     start = " " if name == "byte_fallback" and text else ""
@@ -157,7 +157,7 @@ def test_special_tokens_are_no_text():
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others follow from U+0100 on."""
+    """Build GPT-2's table: printable bytes stand for themselves, others map to U+0100 and up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     rest = (byte for byte in range(256) if byte not in printable)

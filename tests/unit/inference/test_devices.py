@@ -1,4 +1,4 @@
-"""The device of an engine, as far as a machine without a GPU shows it."""
+"""Device of an engine, as far as a machine without a GPU can test it."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def test_the_models_limit_ends_a_request(llm):
         (lambda llm: llm.generate([[1], [2]], [GREEDY]), "2 prompts but 1"),
         (lambda llm: llm.generate(7), "give text"),
         (lambda llm: llm.generate([1], SamplingParams(stop=("x",))), "no tokenizer"),
-        (lambda llm: SamplingParams(stop="x"), "a tuple of texts"),
-        (lambda llm: SamplingParams(stop=("",)), "not empty"),
+        (lambda llm: SamplingParams(stop="x"), "a tuple of non-empty texts"),
+        (lambda llm: SamplingParams(stop=("",)), "non-empty"),
         (lambda llm: SamplingParams(max_tokens=-1), "max_tokens"),
         (lambda llm: SamplingParams(temperature=-1), "temperature"),
         (lambda llm: SamplingParams(top_p=0), "top_p"),
@@ -109,14 +109,14 @@ def test_stream_shows_every_pass(folder):
 def test_a_stream_that_is_dropped_frees_its_rows(llm):
     stream = llm.stream([random_ids(5), random_ids(7)], GREEDY)
     next(stream)
-    assert llm.engine.free_rows == llm.options.max_num_seqs - 2
+    assert llm.engine.free_batch_slots == llm.options.max_num_seqs - 2
     stream.close()
-    assert llm.engine.free_rows == llm.options.max_num_seqs
+    assert llm.engine.free_batch_slots == llm.options.max_num_seqs
     with pytest.raises(InferenceError, match="empty"):
         llm.stream([[]])
 
 
-def test_policies_need_what_they_need(folder):
+def test_policies_check_their_model_and_options(folder):
     with pytest.raises(InferenceError, match="dense"):
         LLM(folder("llama", None), policy="dms")
     with pytest.raises(InferenceError, match="no window"):
@@ -162,7 +162,7 @@ def test_text(stories):
 
 @pytest.fixture
 def characters(folder, tmp_path):
-    """A model of the exam sheets' characters, random otherwise."""
+    """Build a random model with the vocabulary of the exam sheets."""
     write_exam_tokenizer(tmp_path / "tokenizer")
     copy = shutil.copytree(folder("llama", small_spec("dms")), tmp_path / "copy")
     shutil.copy(tmp_path / "tokenizer" / "tokenizer.json", copy)
@@ -170,7 +170,7 @@ def characters(folder, tmp_path):
 
 
 def test_stop_texts(characters):
-    """Outputs end before the text, whichever token completes it, and the row is free again."""
+    """Outputs end before the stop text, and the batch slot is free again."""
     prompts = ["So -2*c = -30.", "1: Solve"]
     how = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     free = [output.outputs[0] for output in characters.generate(prompts, how)]
@@ -189,7 +189,7 @@ def test_stop_texts(characters):
 
 
 def test_a_streamed_text_is_never_taken_back(characters):
-    """Not even where it ends in a part of a stop text."""
+    """A part of a stop text at the end is held back."""
     how = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     free = characters.generate("1: Solve", how)[0].outputs[0].text
     stop = free[12:16]
@@ -239,19 +239,19 @@ def test_a_cache_that_fails_while_a_step_is_planned_loses_the_requests_of_the_st
     monkeypatch.setattr(engine._runner.cache, "assign", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
-    assert engine.free_rows == 2
+    assert engine.free_batch_slots == 2
     assert not engine.has_request(lost)
     assert engine.has_request(later)
     tokens = None
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens = output.outputs[0].token_ids
-    assert engine.free_rows == 2
+    assert engine.free_batch_slots == 2
     assert tokens == LLM(directory).generate(random_ids(7), GREEDY)[0].outputs[0].token_ids
 
 
 def test_requests_that_cannot_be_freed_are_forgotten(folder, monkeypatch):
-    """A row that may hold anything is not used again; without any row a step says so."""
+    """A batch slot in an unknown state is not used again; without any slot a step fails."""
     directory = folder("llama", small_spec("dms"))
     engine = InferenceEngine(directory, EngineOptions(max_num_seqs=2))
     runner = engine._runner
@@ -268,7 +268,7 @@ def test_requests_that_cannot_be_freed_are_forgotten(folder, monkeypatch):
             engine.step([lost])
         assert not engine.has_request(lost)
         assert not engine.has_unfinished_requests()
-        assert engine.free_rows == left
+        assert engine.free_batch_slots == left
         monkeypatch.setattr(runner, "step", compute)
         monkeypatch.setattr(runner.cache, "free", free)
         kept = engine.add_request(random_ids(7), GREEDY)
@@ -278,7 +278,7 @@ def test_requests_that_cannot_be_freed_are_forgotten(folder, monkeypatch):
             while engine.has_request(kept):
                 outputs = engine.step()
             assert outputs[0].outputs[0].token_ids == expected
-    with pytest.raises(RuntimeError, match="no cache row is left"):
+    with pytest.raises(RuntimeError, match="no batch slot is left"):
         engine.step()
 
 
@@ -299,4 +299,4 @@ def test_all_continuations_of_a_request_are_forgotten_when_one_cannot_be_freed(f
     with pytest.raises(RuntimeError, match="a broken kernel"):
         engine.abort(request)
     assert not engine.has_unfinished_requests()
-    assert (engine.unfinished, engine.free_rows) == (0, 2)
+    assert (engine.unfinished, engine.free_batch_slots) == (0, 2)

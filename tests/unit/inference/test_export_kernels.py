@@ -232,7 +232,7 @@ def test_kernels_are_used_where_they_are(model, monkeypatch):
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), [("triton", torch.float64), ("flex", torch.float32)])
-def test_what_cannot_be_is_refused(model, kernels, dtype):
+def test_unsupported_tensors_are_refused(model, kernels, dtype):
     m = model("llama", "dms", kernels=kernels).to(dtype)
     with pytest.raises(ValueError, match="kernels="):
         m.generate(ids(1, 9), **OPTIONS)

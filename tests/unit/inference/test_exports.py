@@ -21,7 +21,7 @@ def test_an_export_computes_what_its_own_code_computes(target, load):
     torch.testing.assert_close(llm.logits(ids), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_dense_model_is_refused_with_what_loads_it(target):
+def test_a_dense_model_is_refused_with_advice(target):
     assert LLM(target.teacher, max_num_seqs=1).spec is None
     with pytest.raises(InferenceError, match=r"dense model.*LLM"):
         load_export(target.teacher)

@@ -48,7 +48,7 @@ def test_absent_model(tmp_path, capsys):
 
 
 def test_a_prompt_file_holds_one_prompt_a_line(folder, tmp_path, capsys):
-    """Whatever separators a prompt holds; a byte-order mark is none of it."""
+    """Other separators stay in the prompt; a byte-order mark is removed."""
     directory = folder("qwen3", small_spec("dms"))
     write_word_tokenizer(directory, ("<eod>", "a", "cat", "was", "there", "naïve"))
     prompts = ["a cat\u2028was\u0085there\x0c", "naïve"]

@@ -1,4 +1,4 @@
-"""`InferenceEngine.live_positions`: the tokens that a masked model leaves visible."""
+"""Compare `InferenceEngine.live_positions` with the tokens that a masked model sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = random_ids(30)
 
 @pytest.mark.parametrize("cache", ["compact", "dense"])
 @pytest.mark.parametrize("chunk", [512, 7])
-def test_they_are_what_the_last_token_sees(folder, oracle, chunk, cache):
+def test_positions_are_those_that_the_last_token_attends(folder, oracle, chunk, cache):
     spec = small_spec("dms")
     directory = folder("llama", spec)
     engine = InferenceEngine(directory, EngineOptions(prefill_chunk=chunk, cache=cache))

@@ -1,4 +1,4 @@
-"""Models that are loaded: tied heads, export formats, the adapter variant, refusals."""
+"""Loading of models: tied heads, export formats, the adapter variant, refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.inference.conftest import (
 
 
 def adapter_folder(path, family="qwen3", *, flag=True, tensors=True):
-    """A folder in NVIDIA's layout whose decisions come from `dms_proj_alpha`."""
+    """Write a folder in NVIDIA's layout whose decisions come from `dms_proj_alpha`."""
     a = tiny_architecture(family)
     weights = varied_weights(a, 0)
     draw = torch.Generator().manual_seed(7)
@@ -40,7 +40,7 @@ def adapter_folder(path, family="qwen3", *, flag=True, tensors=True):
 
 
 def adapter_forward(a, weights, ids, monkeypatch):
-    """The independent float64 forward of the dense model, masked by the adapter's decisions."""
+    """Compute the dense model in float64, independently, masked by the adapter's decisions."""
     spec = small_spec("dms_nvidia")
     residual, decided = [], []
 

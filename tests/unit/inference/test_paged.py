@@ -205,6 +205,6 @@ def test_a_conversation_continues_with_the_same_tokens(folder):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(folder, how):
+def test_unsupported_options_are_refused(folder, how):
     with pytest.raises(InferenceError):
         LLM(folder("llama", small_spec("dms")), device=DEVICE.type, **how)

@@ -30,7 +30,7 @@ def taking_part(state, row, first, count, padding=0):
     return found
 
 
-def test_the_newest_queries_whatever_the_passes_and_the_padding():
+def test_the_newest_queries_for_any_passes_and_padding():
     for passes in ([7], [1] * 7, [2, 5], [5, 1, 1], [3, 4]):
         for padding in (0, 2):
             state, first = PolicyState(Remembers(), layers=1, rows=2, device=CPU), 0

@@ -1,4 +1,4 @@
-"""A cache that is too small for all requests: they wait or compute again, and stay the same."""
+"""Preemption: in a cache that is too small, requests wait or are recomputed, with equal tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 
 
 def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of mixed lengths, half of them sampled, some with several continuations."""
+    """Draw prompts of mixed lengths: half of them sampled, some with several continuations."""
     draw = random.Random(seed)
     return [
         (
@@ -44,7 +44,7 @@ def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], Sampl
 def run(
     engine: InferenceEngine, work: list[tuple[list[int], SamplingParams]]
 ) -> list[CompletionOutput]:
-    """Continuations of all requests, which are added while others run."""
+    """Add requests while others run; return the continuations of all."""
     waiting, ids, found = list(work), [], {}
     while waiting or engine.has_unfinished_requests():
         for prompt, params in waiting[:3]:
@@ -78,7 +78,7 @@ def test_a_pool_for_a_third_of_the_requests_changes_no_token(
         assert found.kv.trace.live_tokens.max() <= expected.kv.peak_live_tokens
         assert found.kv.trace.live_tokens[-1] == expected.kv.live_tokens
     assert engine.preemptions > 0
-    assert engine.free_rows == count
+    assert engine.free_batch_slots == count
     cache = engine._runner.cache
     assert (engine.kv.live_bytes, cache.used_pages) == (0, 0)
     assert cache.max_pages * cache.pool.page_slots * cache.slot_bytes <= third
@@ -136,7 +136,7 @@ def test_a_request_ends_when_its_time_is_over(folder):
     assert (ended[late].finish_reason, ended[late].token_ids) == ("timeout", [])
     assert ended[other].finish_reason == "length"
     assert (engine.kv.requests, engine.kv.tokens) == (2, 5 + 8)
-    assert engine.free_rows == engine.options.max_num_seqs
+    assert engine.free_batch_slots == engine.options.max_num_seqs
 
 
 def test_lower_priority_numbers_start_first(folder):
@@ -174,7 +174,7 @@ def test_continuations_end_together_or_one_by_one_and_are_forgotten(folder, temp
     while engine.has_unfinished_requests():
         ended += [output for output in engine.step() if output.finished]
     assert [len(output.outputs) for output in ended] == [3]
-    assert engine.free_rows == engine.options.max_num_seqs
+    assert engine.free_batch_slots == engine.options.max_num_seqs
     assert engine.kv.requests == 3
     assert engine.step() == []
 

@@ -1,4 +1,4 @@
-"""Sequences that share a prefix compute it once and give the tokens of fresh runs."""
+"""Sequences that share a prefix compute it once, and generate the same tokens as fresh runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
 
 class Recorded:
-    """A snapshot that notes what is done with it."""
+    """Snapshot that records the calls."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -51,7 +51,7 @@ class Recorded:
 
 
 def computed(engine: InferenceEngine) -> list[int]:
-    """Collects the number of tokens of every later forward pass of an engine."""
+    """Record the number of tokens of every later forward pass of an engine."""
     counts: list[int] = []
 
     def counting(run):
@@ -67,7 +67,7 @@ def computed(engine: InferenceEngine) -> list[int]:
 
 
 def drain(engine: InferenceEngine) -> dict[str, list[list[int]]]:
-    """Tokens of the continuations of all requests, by request."""
+    """Run all requests; return the tokens of their continuations, by request."""
     found = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -82,8 +82,8 @@ def engine_options(policy: str, **how) -> EngineOptions:
 
 
 def leaks(engine: InferenceEngine) -> int:
-    """Pages in use once every snapshot is released."""
-    while engine._memory.reclaim():
+    """Release every snapshot, and return the number of pages in use."""
+    while engine._cache_manager.reclaim():
         pass
     return engine._runner.cache.used_pages
 
@@ -107,8 +107,8 @@ def test_continuations_compute_their_prompt_once(folder, policy, how, length):
     assert sum(counts) == (length - 1) + chains + generated
     request_id = engine.add_request(prompt, several)
     for sequence in engine._requests[request_id].sequences:
-        sequence.leader = None  # each computes its own prompt
-    engine._memory._cuts = lambda sequence: ()
+        sequence.prefix_leader = None  # each computes its own prompt
+    engine._cache_manager._snapshot_points = lambda sequence: ()
     assert drain(engine)[request_id] == together
     assert sum(counts) == (length - 1) + chains + generated + chains * length + generated
     assert leaks(engine) == 0
@@ -116,7 +116,7 @@ def test_continuations_compute_their_prompt_once(folder, policy, how, length):
 
 @pytest.mark.parametrize(("policy", "how"), [("dms", COMPACT), ("keep_all", COMPACT), PAGED, FP8])
 def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
-    """Four chains hold one prompt and what their own tokens changed, not four prompts."""
+    """Four chains hold one prompt plus the pages that their own tokens changed."""
     options = EngineOptions(policy=policy, **how, **SIZES)
     engine = InferenceEngine(folder("llama", small_spec("dms")), options)
     length = 60 if "kernels" in how else 400
@@ -125,7 +125,7 @@ def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
     while True:
         engine.step()
         chains = engine._requests["0"].sequences
-        if chains[0].computed >= length - 1 and not one:
+        if chains[0].num_computed_tokens >= length - 1 and not one:
             one = engine._runner.cache.used_pages
         if all(chain.output for chain in chains):
             break
@@ -223,7 +223,7 @@ def test_a_small_pool_releases_snapshots_and_changes_no_token(folder, policy, ho
     found = drain(engine)
     assert [found[i] for i in ids] == [[d.token_ids for d in output.outputs] for output in single]
     assert engine.preemptions > 0 or "kernels" in how
-    assert len(engine._memory._prefixes) <= 12
+    assert len(engine._cache_manager._prefixes) <= 12
     assert leaks(engine) == 0
 
 
@@ -232,9 +232,9 @@ def test_an_aborted_request_releases_its_snapshot(folder):
     request_id = engine.add_request(random_ids(40), SamplingParams(n=3, max_tokens=50))
     for _ in range(8):
         engine.step()
-    assert len(engine._memory._prefixes) == 1
+    assert len(engine._cache_manager._prefixes) == 1
     engine.abort(request_id)
-    assert len(engine._memory._prefixes) == 0
+    assert len(engine._cache_manager._prefixes) == 0
     assert engine._runner.cache.used_pages == 0
 
 

@@ -1,4 +1,4 @@
-"""Chunks of prompts that are padded to a few sizes, in Triton's interpreter or as CUDA graphs."""
+"""Chunks of prompts padded to a few sizes, in Triton's interpreter or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_prompts_of_a_step_are_computed_together_if_their_sizes_agree(
 
 @needs_kernels
 def test_later_chunks_that_share_pages_are_computed_together(folder, monkeypatch) -> None:
-    """Continuations of several prompts, as they are scored alone."""
+    """Continuations of several prompts get the same scores as alone."""
     directory = folder("llama", small_spec("dms"))
     most, replay = [], PromptGraphs._replay
     monkeypatch.setattr(

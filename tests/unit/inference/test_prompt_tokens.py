@@ -1,4 +1,4 @@
-"""Tokens behind prompts are sampled by the kernels, while the host prepares the next step."""
+"""The kernels sample the tokens after prompts while the host prepares the next step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITED = replace(DRAWN, top_p=0.5, top_k=20)
 
 @pytest.fixture
 def waits(monkeypatch) -> list[int]:
-    """Grows whenever the host asks for numbers that were on their way."""
+    """Record every time that the host waits for numbers in flight."""
     found: list[int] = []
     wait = Fetched.wait
     monkeypatch.setattr(Fetched, "wait", lambda self: [found.append(1), wait(self)][1])
@@ -32,7 +32,7 @@ def waits(monkeypatch) -> list[int]:
 
 
 def first_tokens(engine: InferenceEngine, prompts: list[list[int]], params: SamplingParams):
-    """The output of every request when it is first returned with a token."""
+    """Return the first output of every request that has a token."""
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     found = {}
     while engine.has_unfinished_requests():
@@ -54,10 +54,13 @@ def test_the_next_step_is_started_before_they_are_known(start, waits):
     request_id = engine.add_request(random_ids(7), GREEDY)
     (sequence,) = engine._requests[request_id].sequences
     assert engine.step() == []
-    assert (sequence.computed, sequence.ahead, waits) == (7, 1, [])
+    assert (sequence.num_computed_tokens, sequence.num_inflight_tokens, waits) == (7, 1, [])
     (output,) = engine.step()
     assert len(output.outputs[0].token_ids) == len(waits) == 1
-    assert (sequence.computed, sequence.ahead) == (8, 1)  # of the step that is on its way
+    assert (sequence.num_computed_tokens, sequence.num_inflight_tokens) == (
+        8,
+        1,
+    )  # of the step in flight
 
 
 def test_the_host_waits_for_sampling_of_its_own(start, waits):
@@ -82,7 +85,7 @@ def test_a_sequence_that_ends_with_its_first_token_leaves_nothing(start, ends):
     request_id = engine.add_request(random_ids(7), params)
     assert engine.step() == []
     (sequence,) = engine._requests[request_id].sequences
-    assert sequence.ahead == 1
+    assert sequence.num_inflight_tokens == 1
     if ends == "abort":
         engine.abort(request_id)
     if ends == "timeout":
@@ -93,7 +96,7 @@ def test_a_sequence_that_ends_with_its_first_token_leaves_nothing(start, ends):
     assert usage(engine) == before
 
 
-def test_a_row_that_is_taken_away_meanwhile_changes_no_token(start):
+def test_a_preemption_while_a_token_is_in_flight_changes_no_token(start):
     engine, reference = start(kernels="triton"), start(kernels="reference")
     reference.add_request(random_ids(7), DRAWN)
     (expected,) = run(reference).values()
@@ -107,8 +110,8 @@ def test_a_row_that_is_taken_away_meanwhile_changes_no_token(start):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_row_whose_last_token_is_on_its_way_is_not_taken(start, monkeypatch, tokens):
-    """Nothing is computed again, and as many prompts as there are rows begin together."""
+def test_a_sequence_with_a_token_in_flight_is_not_preempted(start, monkeypatch, tokens):
+    """Nothing is computed again, and as many prompts as batch slots begin together."""
     engine, reference = start(kernels="triton"), start(kernels="reference")
     params = replace(GREEDY, max_tokens=tokens, ignore_eos=True)
     prompts = [random_ids(4 + i % 5, seed=i) for i in range(3 * ROWS)]
@@ -154,13 +157,13 @@ def test_a_chunk_is_started_before_the_host_waits_for_the_one_before(start, monk
     assert token == expected
 
 
-def test_a_row_that_is_taken_away_and_given_back_in_a_step_computes_known_tokens(start):
-    """The tokens of a group are on their way then; they are computed once the host knows them."""
+def test_a_sequence_preempted_and_admitted_in_one_step_computes_known_tokens(start):
+    """The tokens of a burst are in flight then; they are computed once the host knows them."""
     engine, reference = start(kernels="triton", decode_steps=4), start(kernels="reference")
     params = replace(DRAWN, max_tokens=14, ignore_eos=True)
     request_id = engine.add_request(random_ids(5), params, final_only=True)
     (sequence,) = engine._requests[request_id].sequences
-    while sequence.ahead != 4:
+    while sequence.num_inflight_tokens != 4:
         engine.step()
     engine._scheduler.remove(sequence)
     engine._scheduler.add(sequence)

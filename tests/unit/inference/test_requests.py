@@ -1,4 +1,4 @@
-"""The engine below `LLM`: requests are added, stepped and aborted; no page is lost on the way."""
+"""Requests of the engine are added, stepped and aborted; no page is lost."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def start(directory):
 
 
 def usage(engine: InferenceEngine) -> tuple:
-    """Return slots, pages in use, bytes and free rows of the cache."""
+    """Return live slots, pages in use, bytes and free batch slots of the cache."""
     cache = engine._runner.cache
     live = int(cache.live(torch.arange(ROWS, device=DEVICE)).sum())
-    return live, cache.used_pages, cache.allocated_bytes, engine.free_rows
+    return live, cache.used_pages, cache.allocated_bytes, engine.free_batch_slots
 
 
 def run(engine: InferenceEngine) -> dict[str, list[int]]:
-    """Tokens of all requests once none is unfinished."""
+    """Run until all requests have finished; return their tokens."""
     found = {}
     while engine.has_unfinished_requests():
         found |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
@@ -68,7 +68,7 @@ def run(engine: InferenceEngine) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("options", CACHES, ids=str)
 def test_requests_that_arrive_later_join_the_batch(start, options):
-    """Each continues as it does alone, whatever runs beside it; more requests than rows."""
+    """Each of more requests than batch slots generates the same tokens as alone."""
     prompts = [random_ids(n, seed=n) for n in (20, 3, 9, 4)]
     engine = start(**options)
     before = usage(engine)
@@ -94,7 +94,7 @@ def run_one(engine: InferenceEngine, prompt: list[int]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("options", CACHES, ids=str)
 @pytest.mark.parametrize("steps", [1, 5])
 def test_an_aborted_request_frees_its_pages_at_once(start, options, steps):
-    """In the middle of its prompt, after it and while it generates; the other one continues."""
+    """Abort in the prompt, after it and during generation; the other request continues."""
     engine = start(**options)
     before = usage(engine)
     kept = engine.add_request(random_ids(9), GREEDY)
@@ -149,17 +149,17 @@ def test_idle_conversations_give_their_rows_to_requests(start):
     for request_id in held:
         engine.add_turn(request_id, random_ids(9), GREEDY)
     run(engine)
-    assert engine.free_rows == 0
+    assert engine.free_batch_slots == 0
     assert len(run_one(engine, random_ids(5)).popitem()[1]) == 6
     assert engine.preemptions == 1
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt: nothing that an engine expects."""
+    """Error that the engine does not expect, like KeyboardInterrupt."""
 
 
 def interrupt(monkeypatch, engine, options, call: int):
-    """Raise in the middle of a forward pass, once attention of a layer was called so often."""
+    """Raise in the middle of a forward pass, at a given call of attention."""
     calls = iter(range(10**6))
 
     def broken(original):
@@ -180,7 +180,7 @@ def interrupt(monkeypatch, engine, options, call: int):
 @pytest.mark.parametrize("options", CACHES, ids=str)
 @pytest.mark.parametrize("call", [0, 3, 5])
 def test_an_error_in_the_middle_of_a_pass_loses_no_pages(start, monkeypatch, options, call):
-    """The requests of the pass are gone, their pages are back, and later ones run as ever."""
+    """The requests of the pass are aborted, their pages are freed, and later requests run."""
     engine = start(**options)
     before = usage(engine)
     expected = run_one(engine, random_ids(20))
@@ -252,9 +252,9 @@ def test_an_interrupted_turn_closes_the_conversation(directory, monkeypatch):
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 def test_a_step_too_many_is_not_counted(start):
-    """Requests stop in the middle, at tokens and times that the next steps could not know.
+    """Requests stop while their next step is in flight, at a token, a time or `max_tokens`.
 
-    So does one at its limit. In groups of steps, costs are those of single ones.
+    In decode bursts, costs are those of single steps.
     """
     prompts = [random_ids(n, seed=n) for n in (12, 5, 9, 3)]
     free = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
@@ -275,7 +275,7 @@ def test_a_step_too_many_is_not_counted(start):
             passes += 1
         found.append({i: (o.token_ids, o.finish_reason, costs(o)) for i, o in outputs.items()})
         tokens = sum(costs["tokens"] for *_, costs in found[0].values())
-        assert (engine.kv.tokens, engine.free_rows) == (tokens, ROWS)
+        assert (engine.kv.tokens, engine.free_batch_slots) == (tokens, ROWS)
         assert (engine.decoded_steps > passes) == (kernels == "triton" and steps > 1)
     assert found[0] == found[1] == found[2]
     reasons = [found[0][i][1] for i in ids]
@@ -302,9 +302,9 @@ def test_a_step_too_many_is_not_counted(start):
     ids=["auto", "h2o"],
 )
 def test_a_trace_is_what_a_stream_shows_at_each_token(start, kernels, steps, policy, own):
-    """Continuations that stop at different times, and more of them than rows.
+    """More continuations than batch slots stop at different times.
 
-    The stream computes one token a step with torch operations.
+    The stream computes one token per step with torch operations.
     """
     prompts = [random_ids(n, seed=n) for n in (12, 2)]
     how = {"policy": policy, "policy_options": own}
@@ -350,7 +350,7 @@ RESTRICTED = [
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("final_only", [False, True])
 def test_top_k_top_p_and_min_p_are_decoded_by_the_kernels(start, final_only):
-    """In groups where no request is streamed; more requests than rows, of different parameters."""
+    """Bursts without streamed requests; more requests than batch slots, of different parameters."""
     asked = [replace(p, seed=i, max_tokens=5 + i) for i, p in enumerate(RESTRICTED)]
     found = []
     for how in ({"kernels": "reference"}, {"kernels": "triton", "decode_steps": 4}):
@@ -387,12 +387,12 @@ def test_requests_without_top_k_top_p_and_min_p_run_no_kernels_for_them(start, m
     assert not calls
     engine.add_request(random_ids(4), SamplingParams(top_p=0.5, max_tokens=3))
     run(engine)
-    assert len(calls) == 3  # behind the prompt as well
+    assert len(calls) == 3  # after the prompt as well
 
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("how", [{}, {"final_only": True}], ids=["streamed", "sampled by the host"])
-def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
+def test_no_burst_runs_if_it_would_delay_a_request(start, how):
     engine = start(kernels="triton", decode_steps=4)
     engine.add_request(random_ids(5), replace(GREEDY, max_tokens=20), final_only=True)
     params = GREEDY if not how else replace(GREEDY, logprobs=0)
@@ -410,7 +410,7 @@ def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_request_whose_time_is_over_keeps_the_tokens_on_their_way(start, steps):
+def test_a_request_past_its_deadline_keeps_its_in_flight_tokens(start, steps):
     prompt, params = random_ids(5), replace(GREEDY, max_tokens=20)
     reference = start(kernels="reference")
     reference.add_request(prompt, params)
@@ -421,7 +421,7 @@ def test_a_request_whose_time_is_over_keeps_the_tokens_on_their_way(start, steps
         assert not engine.step()
     (sequence,) = engine._requests[request_id].sequences
     sampled = sequence.length - sequence.prompt_end
-    assert sequence.ahead == steps
+    assert sequence.num_inflight_tokens == steps
     sequence.deadline = 0.0
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "timeout"
@@ -430,15 +430,15 @@ def test_a_request_whose_time_is_over_keeps_the_tokens_on_their_way(start, steps
 
 
 def costs(output: CompletionOutput) -> dict:
-    """Tokens and reads of an output."""
+    """Return tokens and reads of an output."""
     fields = (f for f in output.kv.__dataclass_fields__ if "bytes" not in f)
     found = {name: getattr(output.kv, name) for name in fields}
     return found | {"cr_factors": output.kv.cr_factors.tolist()}
 
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
-def test_a_conversation_goes_on_behind_a_step_too_many(directory):
-    """A turn of one token, whose place in the batch is that of the dropped step."""
+def test_a_conversation_continues_after_a_step_too_many(directory):
+    """A turn of one token takes the entry of the dropped step in the batch."""
     found = []
     for kernels in ("reference", "triton"):
         options = EngineOptions(kernels=kernels, page_slots=4, max_num_seqs=2, device=DEVICE.type)
@@ -454,7 +454,7 @@ def test_a_conversation_goes_on_behind_a_step_too_many(directory):
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 def test_steps_of_many_sequences_run_the_layers_of_the_decoder(start, monkeypatch):
-    """A product of more sequences than a program takes would read its weights several times."""
+    """A fused product of more sequences than a program takes would read its weights repeatedly."""
     decoder = start(kernels="reference")._runner.model.decoder
     assert fused.can_fuse(decoder, 64)
     assert fused.can_fuse(decoder, 65)  # its weights are small
@@ -470,8 +470,8 @@ def test_steps_of_many_sequences_run_the_layers_of_the_decoder(start, monkeypatc
 
 @pytest.mark.parametrize("how", CACHES)
 def test_an_engine_that_is_dropped_frees_its_cache_at_once(how, start) -> None:
-    """Without the garbage collector, so that the next engine finds the memory."""
-    start(**how)  # what is imported for the first time leaves frames behind
+    """It needs no garbage collector, so the next engine finds the memory."""
+    start(**how)  # a first import keeps frames alive
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Pages of the paged cache: a pass takes no more than it was planned with, and the host knows."""
+"""Reservations: a pass takes at most its planned pages, and the host bounds the free pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES |= {"prefill_chunk": 16, "max_num_batched_tokens": 48}
 
 @pytest.fixture
 def planned(monkeypatch) -> list[list[int]]:
-    """Pages of every step: those of its plan, and those that were reserved from then on."""
+    """Record for every step the planned pages and the pages reserved from then on."""
     steps: list[list[int]] = []
     schedule, reserve = Scheduler.schedule, DevicePool.reserve
 
@@ -49,7 +49,7 @@ def planned(monkeypatch) -> list[list[int]]:
 
 
 def step(engine: InferenceEngine) -> dict[str, list[list[int]]]:
-    """The tokens of requests that have finished; the host's bound of free pages holds."""
+    """Run a step, check the host's bound of free pages, and return tokens of finished requests."""
     found = {
         done.request_id: [each.token_ids for each in done.outputs]
         for done in engine.step()
@@ -117,7 +117,7 @@ def test_shared_prompts_in_a_cache_that_is_nearly_full(folder, planned):
     assert all(reserved <= most for most, reserved in planned)
     lists = engine._runner.cache.lists
     assert lists.shared_pages == [0] * 4
-    while engine._memory.reclaim():
+    while engine._cache_manager.reclaim():
         pass
     assert lists.pool.used_pages == 0
 

@@ -1,4 +1,4 @@
-"""Tokens are drawn by the definition of each parameter, independent of the rest of the batch."""
+"""Sampling follows the definition of each parameter, independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAWS = 20_000
 
 
 def shares(params: SamplingParams, prompt: tuple = (), output: tuple = ()) -> Tensor:
-    """How often each token is drawn by rows that differ in their seed."""
+    """Return the share of rows, which differ in their seed, that draw each token."""
     rows = [SamplingRow(params, seed, 0, list(prompt), list(output)) for seed in range(DRAWS)]
     tokens = torch.tensor([s.token for s in sample(LOGITS.expand(DRAWS, -1), rows)])
     return torch.bincount(tokens, minlength=len(LOGITS)) / DRAWS
@@ -72,7 +72,7 @@ def test_the_temperature_acts_before_top_p() -> None:
 
 @pytest.mark.parametrize("step", [0.0, 1.0, 1e-3], ids=["equal", "few values", "any values"])
 def test_tokens_are_drawn_from_what_loops_leave(step: float) -> None:
-    """The first of equal scores are kept, also where a share is reached exactly."""
+    """The first of equal scores are kept, also if a share is reached exactly."""
     torch.manual_seed(1)
     logits = (torch.randn(600) / max(step, 1e-9)).round() * step
     shares = (1e-9, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99999)
@@ -89,7 +89,7 @@ def test_tokens_are_drawn_from_what_loops_leave(step: float) -> None:
 
 
 def test_without_top_p_the_least_likely_tokens_are_left() -> None:
-    """Though their weights, as integers, are 0."""
+    """Their weights, as integers, are 0."""
     scores = torch.tensor([[0.0, -90.0, -100.0]], dtype=torch.float64)
     left = _restricted(scores, [SamplingParams(top_k=2)]).isfinite()
     assert left.tolist() == [[True, True, False]]

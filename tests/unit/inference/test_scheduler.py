@@ -8,9 +8,23 @@ import sys
 
 import pytest
 
-from dms_train.inference.scheduler import Schedule, Scheduler, SchedulerLimits, SequenceState
+from dms_train.inference.scheduler import Schedule, Scheduler, SchedulerLimits
+from dms_train.inference.sequence_state import (
+    FINISHED,
+    PREEMPTED,
+    RUNNING,
+    WAITING,
+    SequenceState,
+)
 
-SMALL = SchedulerLimits(rows=4, batch_tokens=24, chunk=8, kv_lists=3, page_slots=4, window=4)
+SMALL = SchedulerLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=24,
+    prefill_chunk=8,
+    kv_lists=3,
+    page_slots=4,
+    window=4,
+)
 
 
 def limits(**changes) -> SchedulerLimits:
@@ -23,16 +37,16 @@ def sequence(arrival: int, prompt: int, **fields) -> SequenceState:
 
 
 class SimulatedCache:
-    """KV lists that keep the window and a random share of what lies behind it.
+    """KV lists that keep the window and a random share of the tokens beyond it.
 
-    A snapshot holds pages, which the rows that start from it share until they have left them.
+    A snapshot holds pages. Batch slots that start from it share them until they copy them.
     """
 
     def __init__(self, limits: SchedulerLimits, survival: float, seed: int = 0) -> None:
         self.limits, self.survival = limits, survival
         self.random = random.Random(seed)
-        self.lists: dict[int, list[int]] = {}  # slots of each list, by row
-        self.shared: dict[int, int] = {}  # pages that are counted for a snapshot, by row
+        self.lists: dict[int, list[int]] = {}  # slots of each list, by batch slot
+        self.shared: dict[int, int] = {}  # pages that count for a snapshot, by batch slot
         self.snapshots: dict[int, int] = {}  # pages of snapshots, by number of their tokens
         self.most: dict[int, int] = {}  # tokens of a step, by sequence
         self.sharing = False
@@ -64,53 +78,55 @@ class SimulatedCache:
     def cached_tokens(self, state: SequenceState) -> int:
         return max((n for n in self.snapshots if n < len(state.tokens)), default=0)
 
-    def awaited(self, state: SequenceState) -> None:
+    def find_prefix_leader(self, state: SequenceState) -> None:
         return None
 
     def restore(self, state: SequenceState) -> None:
-        state.computed = self.cached_tokens(state)
-        if state.computed:
-            self.shared[state.row] = self.snapshots[state.computed]
-            slots = self.shared[state.row] // self.limits.kv_lists * self.limits.page_slots
-            self.lists[state.row] = [slots] * self.limits.kv_lists
+        state.num_computed_tokens = self.cached_tokens(state)
+        if state.num_computed_tokens:
+            self.shared[state.batch_slot] = self.snapshots[state.num_computed_tokens]
+            slots = self.shared[state.batch_slot] // self.limits.kv_lists * self.limits.page_slots
+            self.lists[state.batch_slot] = [slots] * self.limits.kv_lists
 
     def reclaim(self, keep_for: SequenceState | None = None) -> bool:
         kept = None if keep_for is None else self.cached_tokens(keep_for)
         for tokens in self.snapshots:
             if tokens != kept:
                 del self.snapshots[tokens]
-                self.shared.clear()  # the rows hold what they shared alone
+                self.shared.clear()  # the batch slots now hold the shared pages alone
                 return True
         return False
 
     def run(self, plan: Schedule[SequenceState]) -> None:
-        """Compute a step, and check that it has room whatever is kept."""
+        """Compute a step; check that the pages suffice even if no token is evicted."""
         limits = self.limits
-        assert sum(count for _, count in plan.batch) <= limits.batch_tokens
-        assert len({s.row for s, _ in plan.batch}) == len(plan.batch) <= limits.rows
+        assert sum(count for _, count in plan.batch) <= limits.max_num_batched_tokens
+        assert len({s.batch_slot for s, _ in plan.batch}) == len(plan.batch) <= limits.max_num_seqs
         for state, count in plan.batch:
-            assert 0 < count <= min(limits.chunk, state.remaining)
-            lists = self.lists.setdefault(state.row, [0] * limits.kv_lists)
-            self.lists[state.row] = [slots + count for slots in lists]
-            left = 2 * limits.kv_lists if count == 1 else self.shared.get(state.row, 0)
-            self.shared[state.row] = max(0, self.shared.get(state.row, 0) - left)
+            assert 0 < count <= min(limits.prefill_chunk, state.remaining)
+            lists = self.lists.setdefault(state.batch_slot, [0] * limits.kv_lists)
+            self.lists[state.batch_slot] = [slots + count for slots in lists]
+            left = 2 * limits.kv_lists if count == 1 else self.shared.get(state.batch_slot, 0)
+            self.shared[state.batch_slot] = max(0, self.shared.get(state.batch_slot, 0) - left)
         assert self.free_pages() >= 0
         for state, count in plan.batch:
-            state.computed += count
-            self.lists[state.row] = [self.kept(state.computed) for _ in self.lists[state.row]]
-            state.pages = self.pages_of(state.row)
+            state.num_computed_tokens += count
+            self.lists[state.batch_slot] = [
+                self.kept(state.num_computed_tokens) for _ in self.lists[state.batch_slot]
+            ]
+            state.pages = self.pages_of(state.batch_slot)
             if not state.remaining:
-                mean = sum(self.lists[state.row]) / limits.kv_lists
-                self.scheduler.observe(state.computed, mean)
+                mean = sum(self.lists[state.batch_slot]) / limits.kv_lists
+                self.scheduler.observe(state.num_computed_tokens, mean)
 
     def kept(self, tokens: int) -> int:
-        behind = max(0, tokens - self.limits.window)
+        beyond_window = max(0, tokens - self.limits.window)
         share = min(1.0, max(0.0, self.random.gauss(self.survival, 0.1)))
-        return tokens - behind + round(behind * share)
+        return tokens - beyond_window + round(beyond_window * share)
 
 
 def simulate(cache: SimulatedCache, lengths: list[int]) -> list[SequenceState]:
-    """Run until all have as many tokens as in `lengths`; the states in the order of their end."""
+    """Run until all have as many tokens as in `lengths`; return the states in order of ending."""
     ended, scheduler = [], cache.scheduler
     for step in range(100_000):
         if not scheduler.has_work:
@@ -122,13 +138,13 @@ def simulate(cache: SimulatedCache, lengths: list[int]) -> list[SequenceState]:
             if not state.remaining:
                 state.tokens.append(0)
                 if len(state.tokens) >= lengths[state.arrival]:
-                    state.finish_reason = "length"
+                    state.finish("length")
         for state in [*(s for s, _ in plan.batch), *plan.ended]:
             if state.finish_reason is not None:
                 scheduler.remove(state)
                 ended.append(state)
     assert cache.lists == {}
-    assert scheduler.free_rows == list(range(scheduler.limits.rows))
+    assert scheduler.free_batch_slots == list(range(scheduler.limits.max_num_seqs))
     return ended
 
 
@@ -153,7 +169,7 @@ def test_all_finish_within_the_pages_of_the_pool(seed, survival):
 def test_a_full_pool_preempts_the_last_and_the_first_never_waits():
     prompts = [20] * 6
     lengths = [60] * 6
-    cache = SimulatedCache(limits(rows=6, pages=SMALL.most_pages(60) + 12), survival=1.0)
+    cache = SimulatedCache(limits(max_num_seqs=6, pages=SMALL.most_pages(60) + 12), survival=1.0)
     scheduler = cache.scheduler
     scheduler.survival = 0.1  # wrong, as after prompts of another kind
     states = [sequence(i, prompt) for i, prompt in enumerate(prompts)]
@@ -171,9 +187,9 @@ def test_the_most_recent_sequence_is_preempted_for_the_first() -> None:
     states = [sequence(arrival, 8) for arrival in range(3)]
     for state in states:
         cache.scheduler.add(state)
-        cache.scheduler.place(state)
-        cache.lists[state.row] = [8] * SMALL.kv_lists
-        state.computed, state.pages = 8, 6
+        cache.scheduler.admit(state)
+        cache.lists[state.batch_slot] = [8] * SMALL.kv_lists
+        state.num_computed_tokens, state.pages = 8, 6
         state.tokens.append(0)
     plan = cache.scheduler.schedule(now=0.0)
     assert plan.preempted == [states[2]]
@@ -209,7 +225,7 @@ def test_continuations_of_one_prompt_take_turns_in_a_full_pool():
 
 
 def test_decoding_goes_before_prompts_and_prompts_fill_the_step():
-    cache = SimulatedCache(limits(rows=3, batch_tokens=10, chunk=8), survival=1.0)
+    cache = SimulatedCache(limits(max_num_seqs=3, max_num_batched_tokens=10), survival=1.0)
     scheduler, decoding = cache.scheduler, sequence(0, 4)
     scheduler.add(decoding)
     cache.run(scheduler.schedule(0.0))
@@ -222,7 +238,7 @@ def test_decoding_goes_before_prompts_and_prompts_fill_the_step():
 
 
 def test_lower_priority_numbers_go_first_then_earlier_arrivals():
-    cache = SimulatedCache(limits(rows=1, batch_tokens=8), survival=1.0)
+    cache = SimulatedCache(limits(max_num_seqs=1, max_num_batched_tokens=8), survival=1.0)
     states = [
         sequence(0, 4, priority=1),
         sequence(1, 4),
@@ -235,13 +251,13 @@ def test_lower_priority_numbers_go_first_then_earlier_arrivals():
     assert [s.arrival for s in ended] == [3, 1, 2, 0]
 
 
-def test_sequences_with_rows_are_planned_in_their_order_not_that_of_their_rows():
-    cache = SimulatedCache(limits(rows=2), survival=1.0)
+def test_admitted_sequences_are_planned_by_priority_not_by_batch_slot():
+    cache = SimulatedCache(limits(max_num_seqs=2), survival=1.0)
     scheduler, states = cache.scheduler, [sequence(0, 4), sequence(1, 4, priority=-1)]
     for state in states:
         scheduler.add(state)
         cache.run(scheduler.schedule(0.0))
-        for each in scheduler.placed:
+        for each in scheduler.admitted:
             each.tokens.append(0)
     assert scheduler.schedule(0.0).batch == [(states[1], 1), (states[0], 1)]
 
@@ -258,20 +274,20 @@ def test_a_step_computes_as_many_tokens_of_a_prompt_as_the_policy_takes():
     assert counts == [3, 3, 1]
 
 
-@pytest.mark.parametrize("placed", [True, False])
-def test_a_sequence_ends_at_its_deadline(placed):
-    cache = SimulatedCache(limits(rows=1), survival=1.0)
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_sequence_ends_at_its_deadline(admitted):
+    cache = SimulatedCache(limits(max_num_seqs=1), survival=1.0)
     late = sequence(0, 6, deadline=5.0)
     blocker, scheduler = sequence(1, 6, priority=-1), cache.scheduler
     scheduler.add(late)
-    if not placed:
+    if not admitted:
         scheduler.add(blocker)
     cache.run(scheduler.schedule(now=4.9))
     late.tokens.append(0)
-    assert (late.row is not None) == placed
+    assert (late.batch_slot is not None) == admitted
     plan = scheduler.schedule(now=5.0)
     assert plan.ended == [late]
-    assert late.finish_reason == "timeout"
+    assert (late.status, late.finish_reason) == (FINISHED, "timeout")
     assert late not in [s for s, _ in plan.batch]
 
 
@@ -279,16 +295,30 @@ def test_only_those_that_may_take_part_do_and_the_others_give_way():
     cache = SimulatedCache(limits(pages=SMALL.most_pages(16)), survival=1.0)
     first, second, scheduler = sequence(0, 12), sequence(1, 12), cache.scheduler
     scheduler.add(first)
+    assert first.status is WAITING
     for _ in range(2):
         cache.run(scheduler.schedule(0.0))
     first.tokens.append(0)
     scheduler.add(second)
     plan = scheduler.schedule(0.0, {second})
     assert [s for s, _ in plan.batch] == [second]
+    assert (first.status, second.status) == (RUNNING, RUNNING)
     cache.run(plan)
     plan = scheduler.schedule(0.0, {second})
     assert plan.preempted == [first]
-    assert (first.row, first.computed, first.pages) == (None, 0, 0)
+    assert (first.batch_slot, first.num_computed_tokens, first.pages) == (None, 0, 0)
+    assert (first.status, first in scheduler.waiting) == (PREEMPTED, True)
+
+
+def test_a_finished_sequence_that_gives_way_stays_finished():
+    cache = SimulatedCache(limits(max_num_seqs=1), survival=1.0)
+    first, second, scheduler = sequence(0, 4), sequence(1, 4), cache.scheduler
+    scheduler.add(first)
+    cache.run(scheduler.schedule(0.0))
+    first.finish("length")
+    scheduler.add(second)
+    assert scheduler.schedule(0.0).preempted == [first]
+    assert (first.status, second.status) == (FINISHED, RUNNING)
 
 
 def test_expected_pages_follow_the_measured_survival():
@@ -325,23 +355,23 @@ def test_all_finish_with_snapshots_in_a_small_pool(seed):
 
 def test_continuations_wait_for_the_prompt_and_others_do_not():
     cache = SimulatedCache(SMALL, survival=1.0)
-    scheduler, leader = cache.scheduler, sequence(0, 12, cuts=(11,))
-    following, other = sequence(1, 12, leader=leader), sequence(2, 3)
+    scheduler, leader = cache.scheduler, sequence(0, 12, snapshot_points=(11,))
+    following, other = sequence(1, 12, prefix_leader=leader), sequence(2, 3)
     for state in (leader, following, other):
         scheduler.add(state)
     plan = scheduler.schedule(0.0)
     assert plan.batch == [(leader, 8), (other, 3)]
     cache.run(plan)
     plan = scheduler.schedule(0.0)
-    assert plan.batch == [(leader, 3)]  # the cut leaves the last token of the prompt
+    assert plan.batch == [(leader, 3)]  # the snapshot leaves out the last token of the prompt
     cache.run(plan)
     cache.snapshots = {11: SMALL.most_pages(11)}
     plan = scheduler.schedule(0.0)
     assert plan.batch == [(leader, 1), (following, 1)]
-    assert following.computed == 11
+    assert following.num_computed_tokens == 11
 
 
-def test_a_snapshot_is_released_before_anyone_is_preempted():
+def test_a_snapshot_is_released_before_a_sequence_is_preempted():
     cache = SimulatedCache(limits(pages=SMALL.most_pages(28)), survival=1.0)
     cache.snapshots = {8: SMALL.most_pages(8)}
     state = sequence(0, 5)
@@ -353,11 +383,11 @@ def test_a_snapshot_is_released_before_anyone_is_preempted():
 
 
 @pytest.mark.parametrize(("sharing", "needed"), [(True, 24), (False, 6)])
-def test_a_group_of_steps_needs_its_pages(sharing, needed):
+def test_a_decode_burst_needs_its_pages(sharing, needed):
     """Four tokens of a KV list copy a shared page each, or fill one page of four slots."""
     cache = SimulatedCache(limits(pages=12 + needed - 1, decode_steps=4), survival=1.0)
     cache.sharing = sharing
-    states = [sequence(0, 5, limit=30), sequence(1, 6, limit=30)]
+    states = [sequence(0, 5, max_total_tokens=30), sequence(1, 6, max_total_tokens=30)]
     for state in states:
         cache.scheduler.add(state)
     cache.run(cache.scheduler.schedule(now=0.0))
@@ -365,11 +395,11 @@ def test_a_group_of_steps_needs_its_pages(sharing, needed):
         state.tokens.append(0)
     assert cache.free_pages() == needed - 1
     if sharing:
-        assert cache.scheduler.group(cache.scheduler.schedule(now=1.0)) == 1
+        assert cache.scheduler.burst_steps(cache.scheduler.schedule(now=1.0)) == 1
     cache.limits = cache.scheduler.limits = limits(pages=12 + needed, decode_steps=4)
-    assert cache.scheduler.group(cache.scheduler.schedule(now=1.0)) == 4
+    assert cache.scheduler.burst_steps(cache.scheduler.schedule(now=1.0)) == 4
 
 
-def test_a_sequence_takes_part_in_steps_up_to_its_limit():
-    state = sequence(0, 5, limit=8, ahead=1)
+def test_a_sequence_takes_part_in_steps_up_to_its_most_tokens():
+    state = sequence(0, 5, max_total_tokens=8, num_inflight_tokens=1)
     assert [state.tokens_left(most) for most in (1, 2, 4)] == [1, 2, 2]

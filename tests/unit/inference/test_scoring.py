@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: those of a float64 model that masks what is evicted."""
+"""Log-probabilities of given tokens equal those of a float64 model that masks evicted tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHOICES = [random_ids(n, seed=90 + n) for n in (1, 7, 3, 20)]
 
 
 def exact(ids: list[int], family: str = "llama") -> torch.Tensor:
-    """Log-probabilities behind every token, [T, vocab], by a plain loop over heads in float64."""
+    """Return the log-probabilities at every token, [T, vocab], by a float64 loop over heads."""
     a = tiny_architecture(family)
     logits, decisions = hf._forward(varied_weights(a, 0), a, DMS, torch.tensor(ids))
     assert (decisions > 0).any() or len(ids) < 2
@@ -40,7 +40,7 @@ def exact(ids: list[int], family: str = "llama") -> torch.Tensor:
 
 
 def assert_scores(found, ids: list[int], first: int) -> None:
-    """Scores of the tokens from position `first` on are those of the exact model."""
+    """Check that scores from position `first` on are those of the exact model."""
     wanted = exact(ids)[first - 1 : -1]
     assert len(found.logprobs) == len(found.greedy) == len(ids) - first
     exactly = [row[token].item() for row, token in zip(wanted, ids[first:], strict=True)]
@@ -51,7 +51,7 @@ def assert_scores(found, ids: list[int], first: int) -> None:
 
 
 def assert_entries(found, ids: list[int], first: int) -> None:
-    """Entries from position `first` on are those of the exact model."""
+    """Check that entries from position `first` on are those of the exact model."""
     wanted = exact(ids)
     assert len(found) == len(ids) - first
     for position, entry in enumerate(found, first):
@@ -98,7 +98,7 @@ def test_continuations_share_a_prompt_that_is_computed_once(folder, chunk):
         assert_scores(done.scores, prompt + choice, len(prompt))
     assert sum(counts) == len(prompt) - 1 + sum(map(len, CHOICES))
     assert engine.kv.kv_reads == 0
-    assert (engine.free_rows, leaks(engine)) == (engine.options.max_num_seqs, 0)
+    assert (engine.free_batch_slots, leaks(engine)) == (engine.options.max_num_seqs, 0)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_small_pool_changes_no_score(folder, shared):
     sizes = {**SIZES, "prefill_chunk": 4, "cache_bytes": 60_000, "max_num_seqs": 12}
     options = EngineOptions(enable_prefix_caching=shared, **sizes)
     engine = InferenceEngine(folder("llama", DMS), options)
-    for seed in range(6):  # their growth takes the pages of what is scored behind them
+    for seed in range(6):  # their growth takes the pages of later scored requests
         growing = SamplingParams(max_tokens=120, seed=seed, ignore_eos=True)
         engine.add_request(random_ids(10, seed=seed), growing)
     prompts = [random_ids(30 + 4 * i, seed=i) for i in range(8)]
@@ -172,7 +172,9 @@ def test_snapshots_of_prompts_that_begin_alike_give_the_same_scores(folder):
         for done, choice in zip(output.outputs, CHOICES, strict=True):
             assert_scores(done.scores, prompt + choice, len(prompt))
     asked = {engine.add_scoring(prompt, CHOICES): prompt for prompt in prompts * 3}
-    for request, output in run(engine).items():  # those at the ends of prompts do not displace it
+    for request, output in run(
+        engine
+    ).items():  # snapshots at the ends of prompts do not displace it
         held = [done.kv.cached_tokens for done in output.outputs]
         assert held[0] >= 50
         assert held[1:] == [len(asked[request]) - 1] * 3
@@ -184,7 +186,7 @@ def test_snapshots_of_prompts_that_begin_alike_give_the_same_scores(folder):
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations for which a host would wait for a GPU."""
+    """Counter of operations for which a host would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +219,7 @@ def test_further_continuations_cost_no_wait_of_the_host(folder, monkeypatch):
 
 @NEEDS_TRITON
 def test_continuations_change_no_page_of_each_other(folder):
-    """Each copies the shared pages that it changes, on the cache of the kernels too."""
+    """Each copies the shared pages that it changes, also in the cache of the kernels."""
     engine = InferenceEngine(folder("llama", DMS), EngineOptions(kernels="triton", **SIZES))
     prompt = random_ids(29)
     output = score(engine, prompt, CHOICES)
@@ -264,10 +266,10 @@ def test_a_prompt_does_not_wait_for_one_that_may_not_run(folder):
     first, second, third = (engine.add_request(prompt, params) for prompt in prompts)
     engine.step()  # the first two have rows, and the third one waits
     waiting = engine._requests[third].sequences[0]
-    assert waiting.row is None
+    assert waiting.batch_slot is None
     while engine.has_request(third):
         engine.step([third])
-    assert engine._requests[second].sequences[0].computed == 16
+    assert engine._requests[second].sequences[0].num_computed_tokens == 16
     assert {first, second} == set(run(engine))
 
 

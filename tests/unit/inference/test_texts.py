@@ -1,4 +1,4 @@
-"""Stop texts in a text that comes in pieces."""
+"""Stop texts in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("ab ", min_size=1, max_size=5), max_size=3).map(tuple)
 
 
 def first_end(text: str, stops: tuple[str, ...]) -> str:
-    """By trying every place."""
+    """Find the first stop text by trying every index."""
     for at in range(len(text)):
         if any(text[at : at + len(stop)] == stop for stop in stops):
             return text[:at]
@@ -30,7 +30,7 @@ def test_what_is_sent_ends_before_the_first_stop_text(pieces, stops):
 
 
 def first_by_arrival(pieces: list[str], stops: tuple[str, ...]) -> str:
-    """The end that is known first: a piece that completes a stop text decides."""
+    """Return the text up to the stop text that a piece completes first."""
     text = ""
     for piece in pieces:
         text += piece

@@ -72,7 +72,7 @@ def test_a_closed_generator_and_a_cancelled_task_free_their_cache(model: Path):
             await asyncio.gather(task, waiting, return_exceptions=True)
             assert task.cancelled()
             await idle(llm)
-            assert llm._thread._engine.free_rows == 2
+            assert llm._thread._engine.free_batch_slots == 2
             assert llm._thread._engine.kv is None  # none of them has finished
             assert (await collect(llm, PROMPTS[0], PARAMS[0]))[-1].finished
 

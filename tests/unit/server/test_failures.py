@@ -39,7 +39,7 @@ def test_a_request_that_cannot_be_freed_does_not_end_the_engine(model, monkeypat
             open_stream(server).close()
             wait_for(lambda: server.engine.unfinished == 0)
         assert server.ask("/v1/completions", SHORT)[0] == 200
-        assert server.engine.free_rows == 1
+        assert server.engine.free_batch_slots == 1
 
 
 def test_a_step_and_the_free_after_it_fail_once_for_each_request(model, monkeypatch):

@@ -58,7 +58,7 @@ def test_concurrent_streams_give_what_each_gives_alone(model):
 
 def test_the_memory_of_clients_that_leave_is_freed(server: Running):
     server.wait_until_idle()
-    before, rows = server.engine.allocated_bytes, server.engine.free_rows
+    before, rows = server.engine.allocated_bytes, server.engine.free_batch_slots
     opened = [open_stream(server) for _ in range(5)]
     waiting = connect(server)  # no stream: leaves while it waits for the whole answer
     waiting.request("POST", "/v1/completions", json.dumps({**LONG, "stream": False}))
@@ -68,7 +68,7 @@ def test_the_memory_of_clients_that_leave_is_freed(server: Running):
         connection.close()
     server.wait_until_idle()
     wait_for(lambda: server.engine.allocated_bytes == before)
-    assert server.engine.free_rows == rows
+    assert server.engine.free_batch_slots == rows
     assert server.ask("/v1/completions", {"prompt": "the", "max_tokens": 2})[0] == 200
 
 

@@ -17,7 +17,7 @@ from dms_train.server.run import warm_up
 engine = InferenceEngine(Path(sys.argv[1]), EngineOptions(enable_prefix_caching=True))
 warm_up(engine)
 assert not engine.has_unfinished_requests()
-assert engine.free_rows == 16
+assert engine.free_batch_slots == 16
 before = set(sys.modules)
 engine.add_request([5, 6])
 while engine.has_unfinished_requests():

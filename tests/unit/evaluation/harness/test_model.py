@@ -110,7 +110,7 @@ def test_contexts_are_cut_and_texts_have_windows(ours):
     assert max(map(len, texts)) > 2 * LONGEST
     assert max(map(len, contexts)) > LONGEST
     assert max(map(len, prompts)) > LONGEST - MAX_TOKENS
-    assert lm.engine.free_rows == 8
+    assert lm.engine.free_batch_slots == 8
     assert not lm.engine.has_unfinished_requests()
 
 

@@ -175,8 +175,8 @@ def test_forks_continue_like_sequences_that_share_nothing(model, policy, own):
     engine = InferenceEngine(model, options(policy, own))
     request = engine.add_request(random_ids(19), several)
     for sequence in engine._requests[request].sequences:
-        sequence.leader = None  # each computes its own prompt
-    engine._memory._cuts = lambda sequence: ()
+        sequence.prefix_leader = None  # each computes its own prompt
+    engine._cache_manager._snapshot_points = lambda sequence: ()
     (apart,) = [o for o in drained(engine) if o.finished]
     assert [o.token_ids for o in together.outputs] == [o.token_ids for o in apart.outputs]
     assert [o.kv.kv_reads for o in together.outputs] == [o.kv.kv_reads for o in apart.outputs]
@@ -203,7 +203,7 @@ def test_what_is_preempted_is_computed_again_with_the_same_result(model, policy,
 def evict(engine) -> None:
     """Take the cache of the last sequence that has one, as a full pool would."""
     scheduler = engine._scheduler
-    placed = [s for s in scheduler.placed if s.finish_reason is None]
+    placed = [s for s in scheduler.admitted if s.finish_reason is None]
     if placed:
         victim = max(placed, key=lambda s: s.order)
         scheduler.remove(victim)
