@@ -54,20 +54,27 @@ def read_frozen(file: Path) -> RunConfig:
 
 
 def _current(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored configuration with the keys of this version."""
+    """Return a stored configuration with the keys of this version; `build` refuses the rest."""
     current = copy.deepcopy(values)
     for old, new in _MOVED.items():
-        block, _, name = old.partition(".")
-        if name in current.get(block, {}):
-            target, _, new_name = new.partition(".")
-            current.setdefault(target, {})[new_name] = current[block].pop(name)
-    stage = current.get("stage")
-    if isinstance(stage, dict) and isinstance(stage.get("run"), list):
-        stage["run"] = [current_stage(name) for name in stage["run"]]
-    tasks = current.get("stage", {}).get("run_tasks", {})
+        (block, name), (target, new_name) = old.split("."), new.split(".")
+        source = _block(current, block)
+        if name in source and new_name not in _block(current, target):
+            current.setdefault(target, {})
+            _block(current, target)[new_name] = source.pop(name)
+    stage = _block(current, "stage")
+    if isinstance(stage.get("run"), list):
+        stage["run"] = [current_stage(n) if isinstance(n, str) else n for n in stage["run"]]
+    tasks = _block(stage, "run_tasks")
     if isinstance(tasks.get("allow_code"), bool):  # written before there was a choice of isolation
         tasks["allow_code"] = SANDBOX if tasks["allow_code"] else None
     return current
+
+
+def _block(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a block, or an empty one for a value that is none."""
+    block = values.get(name)
+    return block if isinstance(block, dict) else {}
 
 
 def require_same(config: RunConfig, file: Path) -> None:

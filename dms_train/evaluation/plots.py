@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Curve = tuple[list[int], list[float]]
-# Prefixes that earlier versions wrote, with today's.
-_FORMER_PREFIXES = {"export_eval": "validate_export", "export_tasks": "run_tasks"}
+# Parts of names that earlier versions wrote, with today's.
+_RENAMED = {
+    "export_eval": "validate_export",
+    "export_tasks": "run_tasks",
+    "neuron_scale": "channel_scale",
+}
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -24,8 +28,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _current_name(metric: str) -> str:
-    prefix, slash, name = metric.partition("/")
-    return f"{_FORMER_PREFIXES.get(prefix, prefix)}{slash}{name}"
+    return "/".join(_RENAMED.get(part, part) for part in metric.split("/"))
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[str, Curve]:

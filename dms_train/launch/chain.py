@@ -16,6 +16,7 @@ from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
 from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
+from dms_train.observe.state_files import current_stage
 from dms_train.planning.memory import checkpoint_bytes, parameter_count
 
 Kind = Literal["convert", "train", "validate"]
@@ -106,13 +107,14 @@ def needs(job: Job, config: RunConfig) -> Needs:
     return Needs(
         gpus if cluster.gpus_per_node else 0,
         # a tenth on top for the index and for the rows that pad the vocabulary
-        free.get(job.stage, checkpoint_bytes(config, architecture) * 11 // 10),
+        free.get(current_stage(job.stage), checkpoint_bytes(config, architecture) * 11 // 10),
     )
 
 
 def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
     run, cluster, wanted = Path(config.run.dir), config.cluster, needs(job, config)
     python, convert = cluster.python or sys.executable, cluster.convert_time
+    tasks = current_stage(job.stage) == RUN_TASKS
     quoted = {
         "RUN": str(run),
         "STAGE": job.stage,
@@ -126,7 +128,7 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
         "LOG": _log_pattern(run, job),
         "NODES": str(cluster.nodes),
         "CPUS": str(cluster.cpus_per_node),
-        "TIME": cluster.time if job.kind == "train" or job.stage == RUN_TASKS else convert,
+        "TIME": cluster.time if job.kind == "train" or tasks else convert,
         "SITE": "\n".join(_site_lines(cluster, job.kind)),
         "NPROC": str(cluster.processes_per_node),
         "NODE_GPUS": str(wanted.gpus),

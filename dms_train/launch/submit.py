@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from dms_train.app.model import read_architecture
@@ -212,6 +213,9 @@ def _submit(jobs: list[Job], config: RunConfig) -> None:
     if queued:
         print(f"{run}: already in the queue as {', '.join(sorted(queued))}; nothing submitted")
         return
+    # the jobs run the code that the run was started with, which may have former names of stages
+    known = {current_stage(name): name for name in _submitted(run)}
+    jobs = [replace(job, stage=known.get(job.stage, job.stage)) for job in jobs]
     left = _left(jobs, config)
     if not left:
         print(f"{run}: every stage is finished; nothing submitted")

@@ -55,9 +55,7 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
         NewerSpecError: Its version is newer than `SPEC_VERSION`.
         ValueError: A key is missing or unknown, or a value cannot be used.
     """
-    kind = _kind(values)
-    current = {**values, KIND: kind}
-    version = current.pop("version", 1)
+    version = values.get("version", 1) if isinstance(values, Mapping) else 1
     if type(version) is not int or version < 1:
         raise ValueError(f"method spec version {version!r}: expected a whole number from 1")
     if version > SPEC_VERSION:
@@ -65,6 +63,8 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
             f"method spec version {version}: this version of dms-train reads up to {SPEC_VERSION}; "
             "install a newer dms-train"
         )
+    kind = _kind(values)  # after the version, because a newer one may have methods of its own
+    current = {key: value for key, value in values.items() if key != "version"} | {KIND: kind}
     for earlier in range(version, SPEC_VERSION):
         current = _UPGRADES[earlier](current)
     spec: MethodSpec = _METHODS[kind].SPEC.from_fields(current)

@@ -82,8 +82,9 @@ class StateFiles:
         self._write(self.state / "DONE", "all stages\n")
 
     def is_done(self, stage: str) -> bool:
-        """Return whether a stage is finished."""
-        return stage in {current_stage(file.stem) for file in self.state.glob("*.done")}
+        """Return whether a stage, by its name in this or an earlier version, is finished."""
+        marks = {current_stage(file.stem) for file in self.state.glob("*.done")}
+        return current_stage(stage) in marks
 
     def failed(self, rank: int, attempt: str, error: BaseException, lines: list[str]) -> None:
         """Keep why a rank ends.

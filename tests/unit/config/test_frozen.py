@@ -67,3 +67,31 @@ def test_the_permission_to_run_code_of_an_earlier_version_is_read(tmp_path, stor
     values["stage"]["run_tasks"]["allow_code"] = stored
     (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(values))
     assert read_frozen(tmp_path / CONFIG_FILE).stage.run_tasks.allow_code == mode
+
+
+@pytest.mark.parametrize(
+    ("block", "value"),
+    [
+        ("method", None),
+        ("stage", [1]),
+        ("loss", None),
+        ("stage", {"run": [["export"]]}),
+        ("stage", {"run": ["export"], "evaluate": None}),
+    ],
+)
+def test_a_damaged_block_is_named(tmp_path, block, value) -> None:
+    file = tmp_path / CONFIG_FILE
+    values = to_mapping(configs.config())
+    values["method"]["kl_temperature"] = 2.0
+    file.write_text(yaml.safe_dump(values | {block: value}))
+    with pytest.raises(ConfigError) as refused:
+        read_frozen(file)
+    assert any(line.startswith(block) for line in refused.value.problems)
+
+
+def test_a_value_under_its_former_and_its_present_key_is_refused(tmp_path) -> None:
+    values = to_mapping(configs.config())
+    values["method"]["kl_temperature"] = 2.0
+    (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=r"method\.kl_temperature: .* mean loss\.kl_temp"):
+        read_frozen(tmp_path / CONFIG_FILE)

@@ -97,12 +97,22 @@ def page(folder: Path) -> Page:
     return Page(render(read_run(folder)))
 
 
-def test_metrics_of_a_folder_with_former_prefixes_have_todays(tmp_path):
-    row = {"step": 1, "export_eval/cr_factor": 2.5, "export_tasks/gsm8k.1-1-4.accuracy": 0.5}
+def test_metrics_of_a_folder_with_former_names_have_todays(tmp_path):
+    row = {
+        "step": 1,
+        "train/neuron_scale": 0.5,
+        "export_eval/cr_factor": 2.5,
+        "export_tasks/gsm8k.1-1-4.accuracy": 0.5,
+    }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     found = read_run(tmp_path).rows
     assert found == [
-        {"step": 1, "validate_export/cr_factor": 2.5, "run_tasks/gsm8k.1-1-4.accuracy": 0.5}
+        {
+            "step": 1,
+            "train/channel_scale": 0.5,
+            "validate_export/cr_factor": 2.5,
+            "run_tasks/gsm8k.1-1-4.accuracy": 0.5,
+        }
     ]
 
 

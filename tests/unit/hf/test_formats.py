@@ -163,6 +163,20 @@ def test_read_back(export, spec, preset):
     assert read_format(directory) == default_format(s)
 
 
+@pytest.mark.parametrize("preset", CHANGES)
+def test_a_spec_of_version_1_is_read_in_every_format(export, spec, preset):
+    s = spec(preset).override(**CHANGES[preset])
+    directory = export("qwen3", s, dtype=BF16)
+    training = {"alpha_in_loss": "soft", "aux_form": "sum", "kl_direction": "student_teacher"}
+    former = {k: v for k, v in s.to_dict().items() if k != "version"} | training
+    file = directory / ("config.json" if preset == "dms" else METADATA_FILE)
+    stored = read_json(file)
+    block = stored["dms"] if preset == "dms" else stored["provenance"]
+    block["spec"] = former | {"kl_temperature": 2.0}
+    file.write_text(json.dumps(stored))
+    assert read_spec(directory) == s
+
+
 def test_dense_model(export, stories):
     assert read_spec(stories) is None
     assert read_format(export("llama", None)) is None

@@ -339,6 +339,27 @@ def test_status_shows_how_slurm_ended_a_job_without_a_state_file(
     assert f"not in the queue (TIMEOUT); see {log}" in capsys.readouterr().out
 
 
+def test_a_chain_with_former_stage_names_keeps_them(
+    tmp_path: Path, queue: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its jobs run the code in the run folder, which knows no other names."""
+    submit._main([*WORDS, f"run.dir={tmp_path}/run"])
+    run = tmp_path / "run"
+    jobs = run / "launch" / "jobs.json"
+    jobs.write_text(jobs.read_text().replace("validate_export", "validate"))
+    for stage in stages(config(tmp_path))[:-1]:
+        (run / "state" / f"{stage}.done").touch()
+    queue.taken.clear()
+    submit._main(["resume", str(run)])
+    assert queue.taken == [("validate", None)]
+    assert "STAGE=validate " in (run / "launch" / "validate.sbatch").read_text()
+    assert json.loads(jobs.read_text()) == {"validate": "101"}
+    (run / "state" / "validate.done").touch()
+    capsys.readouterr()
+    submit._main(["status", str(run)])
+    assert capsys.readouterr().out.split() == ["validate", "job", "101", "finished"]
+
+
 def test_status_does_not_report_ranks_that_lost_a_peer_as_the_cause(
     tmp_path: Path, queue: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:

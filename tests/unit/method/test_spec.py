@@ -144,8 +144,9 @@ def test_the_training_constants_of_version_1_are_ignored(left_out: tuple[str, ..
     assert spec_from_dict({**values, "version": 1}) == PRESETS["dms"].override(window=8).spec
 
 
-def test_a_newer_version_is_refused_with_both_versions_and_the_fix() -> None:
-    values = {**PRESETS["dms"].to_dict(), "version": 3, "unheard_of": 1}
+@pytest.mark.parametrize("kind", ["dms", "method_of_the_future"])
+def test_a_newer_version_is_refused_with_both_versions_and_the_fix(kind: str) -> None:
+    values = {**PRESETS["dms"].to_dict(), "version": 3, "unheard_of": 1, "kind": kind}
     with pytest.raises(NewerSpecError) as refused:
         spec_from_dict(values)
     (line,) = str(refused.value).splitlines()
