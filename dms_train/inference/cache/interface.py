@@ -87,7 +87,7 @@ class AttentionStep(NamedTuple):
         return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
 
     def rotated(self) -> tuple[Tensor, NewTokens]:
-        """Apply RoPE and clear the borrowed channels, for caches that store rotated keys.
+        """Apply RoPE and clear the eviction channels, for caches that store rotated keys.
 
         Returns:
             Query [b, g * r, n, d], and the arriving tokens.

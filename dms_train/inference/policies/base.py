@@ -35,7 +35,7 @@ from torch import Tensor
 
 from dms_train.inference.policies.kernel_rules import KernelRule, Limits
 
-_HOOKS = (
+_RULED = (  # what a kernel rule describes
     "accumulate",
     "on_store",
     "evict_mask",
@@ -45,6 +45,7 @@ _HOOKS = (
     "position_shift",
     "select",
     "evicts_after",
+    "scored",
 )
 
 
@@ -326,12 +327,12 @@ class CachePolicy:
 def find_kernel_rule(policy: CachePolicy) -> KernelRule | str:
     """Return the kernel rule of a policy, or why there is none.
 
-    A rule describes the hooks of the class that declares it. It does not hold for a subclass that
-    overrides one of them.
+    A rule describes the hooks and `scored` of the class that declares it. It does not hold for a
+    subclass that overrides one of them.
     """
     kind = type(policy)
     declared = _depth(kind, "kernel_rule")
-    for hook in _HOOKS if kind.kernel_rule is not CachePolicy.kernel_rule else ():
+    for hook in _RULED if kind.kernel_rule is not CachePolicy.kernel_rule else ():
         if _depth(kind, hook) < declared:
             return f"{kind.__name__} overrides {hook} without a kernel_rule of its own"
     rule = policy.kernel_rule()

@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from dms_train.inference.errors import InferenceError
+
 NEVER, EVERY, MARKED = "never", "every", "marked"  # tokens that a `WindowRule` evicts
 OLDEST, LEAST = "oldest", "least"  # tokens that a `BudgetRule` evicts
 COLUMN_SUMS, NEWEST_WEIGHTS = "column sums", "newest weights"  # scores of a `BudgetRule`
@@ -47,7 +49,7 @@ class WindowRule:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRule:
-    """Merge a token into the entry of its predecessor where the key's borrowed channel says so.
+    """Merge a token into the entry of its predecessor where the key's eviction channel says so.
 
     An entry whose successor continues it is evicted when that one is stored. Prompts are merged by
     the hook `accumulate`; its entries "key", "value" and "weights" hold the newest tokens.
@@ -55,7 +57,7 @@ class MergeRule:
     Attributes:
         tokens: Newest tokens that an entry averages.
         shift: Distance from a token to the decision that merges it.
-        channel: Borrowed channel of query and key heads; -1 is the last one.
+        channel: Eviction channel of query and key heads; -1 is the last one.
         scale: Factor on the activation of the key, which decides.
         offset: Subtracted from the scaled activation; a positive rest merges.
         importance_offset: Added to the mean activation of the queries, whose sigmoid is the weight.
@@ -100,6 +102,18 @@ class BudgetRule:
     together: bool = False
     streams: bool = False
     interval: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.evicts == LEAST) != (self.score is not None):
+            raise InferenceError(
+                f"kernel rule with evicts={self.evicts!r} and score={self.score!r}: "
+                f"give a score with evicts={LEAST!r}, and only there"
+            )
+        if self.interval is not None and self.evicts != NEVER:
+            raise InferenceError(
+                f"kernel rule with interval={self.interval} and evicts={self.evicts!r}: "
+                f"an interval needs evicts={NEVER!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

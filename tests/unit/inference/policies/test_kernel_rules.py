@@ -18,6 +18,7 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies import registry
 from dms_train.inference.policies.base import CachePolicy, PolicyKind, find_kernel_rule
 from dms_train.inference.policies.h2o import H2OOptions, H2OPolicy
+from dms_train.inference.policies.kernel_rules import COLUMN_SUMS, LEAST, NEVER, OLDEST, BudgetRule
 from dms_train.inference.policies.keydiff import KeyDiffPolicy
 from dms_train.inference.policies.score_policy import ScoreOptions
 from dms_train.inference.policies.tova import TOVAOptions, TOVAPolicy
@@ -178,3 +179,25 @@ def test_one_line_says_why_a_gpu_decodes_without_kernels(folder, monkeypatch):
     )
     assert not cache_builder._uses_kernels(model, CachePolicy(), EngineOptions())  # a CPU
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"evicts": LEAST}, "give a score with evicts='least', and only there"),
+        ({"evicts": NEVER, "score": COLUMN_SUMS}, "give a score with evicts='least'"),
+        ({"evicts": OLDEST, "interval": 4}, "interval=4 and evicts='oldest': an interval needs"),
+    ],
+)
+def test_a_rule_that_contradicts_itself_is_refused(values, message):
+    with pytest.raises(InferenceError, match=message):
+        BudgetRule(**values)
+
+
+def test_a_subclass_that_evicts_at_another_time_has_no_rule():
+    policy = empty_subclass(built("window", OWN["window"]))
+    type(policy).scored = True
+    assert (
+        find_kernel_rule(policy)
+        == "MyWindowPolicy overrides scored without a kernel_rule of its own"
+    )
