@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
 from dms_train.observe import processes
@@ -99,8 +100,7 @@ def held(path: Path, what: str, job: str = "") -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = Holder.this(job)
     text = json.dumps(asdict(holder))
-    while not _create(path, text):
-        _remove_stale(path, holder, what)
+    _take(path, holder, what)
     ends = threading.Event()
     thread = threading.Thread(target=_touch, args=(path, text, ends), name="lock", daemon=True)
     thread.start()
@@ -128,35 +128,39 @@ def _create(path: Path, text: str) -> bool:
     return True
 
 
-def _remove_stale(path: Path, own: Holder, what: str) -> None:
-    """Remove a lock whose holder is gone; LockedError for one that is in use."""
+def _take(path: Path, own: Holder, what: str) -> None:
+    """Create the lock, or replace one whose holder is gone; LockedError for one that is in use.
+
+    A claim, itself a lock, is named after the content that it replaces. Its owner alone may replace
+    that content, which happens in one step: the lock is absent at no time.
+    """
+    while not _create(path, json.dumps(asdict(own))):
+        left = _stale(path, own, what)
+        if left is None:
+            continue
+        claim = path.with_name(f"{path.name}.{sha256(left.encode()).hexdigest()[:16]}")
+        _take(claim, own, what)
+        try:
+            if _stale(path, own, what) == left:
+                claim.rename(path)
+                logger().warning(
+                    "%s: %s did not release its lock; taken over", what, Holder.read(left)
+                )
+                return
+        finally:
+            claim.unlink(missing_ok=True)
+
+
+def _stale(path: Path, own: Holder, what: str) -> str | None:
+    """Return what a lock whose holder is gone contains; None if it was released meanwhile."""
     try:
         text, age = path.read_text(), _age(path)
-    except FileNotFoundError:  # released meanwhile
-        return
+    except FileNotFoundError:
+        return None
     holder = Holder.read(text)
     if not _is_stale(holder, age, own):
         raise LockedError(f"{what}: already in use by {holder}; {_advice(path, holder, own)}")
-    aside = path.with_name(f"{path.name}.{own.host}.{own.pid}")
-    with suppress(FileNotFoundError):  # another process was faster
-        path.rename(aside)
-        if aside.read_text() != text:  # it was, and has a lock of its own by now
-            _put_back(aside, path)
-            return
-        aside.unlink()
-        logger().warning("%s: %s did not release its lock; taken over", what, holder)
-
-
-def _put_back(aside: Path, path: Path) -> None:
-    """Move a lock back, unless a third process has made one; a rename would replace that."""
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        pass  # the owner of `aside` notices when it touches the lock
-    except OSError:  # no hard links here
-        aside.rename(path)
-        return
-    aside.unlink()
+    return text
 
 
 def _is_stale(holder: Holder, age: float, own: Holder) -> bool:

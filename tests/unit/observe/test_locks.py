@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -207,3 +207,29 @@ def test_of_processes_that_find_a_stale_lock_one_at_a_time_holds_it(path: Path) 
                 process.join(60)
         assert len(counts) >= 5
         assert set(counts) == {1}
+
+
+def test_a_process_that_was_slow_leaves_the_lock_of_a_faster_one_in_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it moved for a moment only, a third process could create a lock of its own."""
+    write(path, ELSEWHERE, age=1000)
+    is_stale, rename, faster = locks._is_stale, Path.rename, ExitStack()
+    this = os.getpid()
+
+    def slow(left: Holder, age: float, own: Holder) -> bool:
+        stale = is_stale(left, age, own)
+        if left == ELSEWHERE and os.getpid() == this:
+            faster.enter_context(holder(path))
+        return stale
+
+    def watched(source: Path, target: Path) -> Path:
+        assert os.getpid() != this or source != path, "the lock of the faster process was moved"
+        return rename(source, target)
+
+    monkeypatch.setattr(locks, "_is_stale", slow)
+    monkeypatch.setattr(Path, "rename", watched)
+    with faster:
+        assert "already in use by process" in refused(path)
+        assert Holder.read(path.read_text()).pid != os.getpid()
+    assert list(path.parent.iterdir()) == []
