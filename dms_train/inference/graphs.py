@@ -194,8 +194,8 @@ class DecodeGraphs:
         sent[:, ROWS] = -1
         inputs, tokens = sent.to(device), torch.zeros(size, dtype=torch.int64, device=device)
         layers = self._fused if can_fuse(self._decoder, size) else self._layers
-        parts = [*self._cache.status(), tokens.view(torch.int32)]
-        received = torch.zeros(count, sum(map(len, parts)), dtype=torch.int32)
+        status = [*self._cache.status(), tokens.view(torch.int32)]
+        received = torch.zeros(count, sum(map(len, status)), dtype=torch.int32)
         if device.type == "cuda":
             sent, received = sent.pin_memory(), received.pin_memory()
 
@@ -215,7 +215,7 @@ class DecodeGraphs:
                     memory=memory,
                     limits=fields.limits,
                 )
-                kernels.report_status(parts, received[number])
+                kernels.report_status(status, received[number])
 
         replay = steps if self._recorder is None else self._recorder.graph(steps)
         return _Captured(replay, sent, inputs, received, steps)

@@ -288,8 +288,8 @@ def _refusal(error: ValidationError) -> ApiError:
     """Return the first problem of a body."""
     problem = error.errors(include_url=False, include_context=False)[0]
     names = [str(part) for part in problem["loc"]]
-    place, name = ".".join(names)[:200], names[0][:100]
-    where = place + _shown(problem["input"], names)
+    path, name = ".".join(names)[:200], names[0][:100]
+    where = path + _shown(problem["input"], names)
     if problem["type"] != "extra_forbidden":
         message = problem["msg"].removeprefix("Value error, ")
         return ApiError(400, f"{where}: {message}", param=name, code="invalid_value")

@@ -139,12 +139,12 @@ class CompactCache(HostDrivenCache):
     def positions(self, row: int) -> list[list[Tensor]]:
         """Return the positions of a row's live tokens by layer and head, int64 on the CPU."""
         rows = torch.tensor([row], device=self.pool.device)
-        found = []
+        by_layer = []
         for layer in range(len(self._tables)):
             numbers = self._numbers(*self._kv_lists(layer, rows))[0]
             heads = [self.pool.read("position", slots[slots >= 0]).long() for slots in numbers]
-            found.append([head.sort().values.cpu() for head in heads])
-        return found
+            by_layer.append([head.sort().values.cpu() for head in heads])
+        return by_layer
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
@@ -189,7 +189,9 @@ class CompactCache(HostDrivenCache):
         slots = slots._replace(state=self.policy.on_store(slots, arrival))
         if single:
             table, lengths = self._write_back(rows, numbers, slots, stored.state, arrival)
-            done = self._attend_stored(slots, self._numbers(table, lengths), grouped[:, :, :, 0])
+            attended = self._attend_stored(
+                slots, self._numbers(table, lengths), grouped[:, :, :, 0]
+            )
         else:
             assert slots.key is not None
             assert slots.value is not None
@@ -200,11 +202,11 @@ class CompactCache(HostDrivenCache):
             if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
             self._write_back(rows, numbers, slots, stored.state, arrival)
-            done = Attended(output, wide.any(2).sum((2, 3)))
+            attended = Attended(output, wide.any(2).sum((2, 3)))
         self._state.store(layer, rows, sequences.lists)
         if layer == len(self._tables) - 1 and balances(self.policy):
             self._balance(rows, sequences)
-        return done
+        return attended
 
     def _balance(self, rows: Tensor, sequences: Sequences) -> None:
         """Have the policy decide over all layers where prompts end, and evict once more."""
@@ -321,9 +323,9 @@ class CompactCache(HostDrivenCache):
         self._rewrite(numbers, slots, (stays & changed)[..., :old], content=merge is not None)
         # every KV list has as many unplaced tokens as free slots, in the same order
         unplaced = (keep & ~stays).nonzero(as_tuple=True)
-        list_b, list_h, place = (filled & ~stays).nonzero(as_tuple=True)
+        list_b, list_h, free_slot = (filled & ~stays).nonzero(as_tuple=True)
         size = self.pool.page_slots
-        target = table[list_b, list_h, place // size] * size + place % size
+        target = table[list_b, list_h, free_slot // size] * size + free_slot % size
         self._move(numbers, slots, unplaced, target, arrival)
         self._shrink(slots.layer, rows, lengths)
         return self._kv_lists(slots.layer, rows)

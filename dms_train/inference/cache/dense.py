@@ -112,12 +112,12 @@ class DenseCache(HostDrivenCache):
 
     def positions(self, row: int) -> list[list[Tensor]]:
         """Return the positions that later queries read, by layer and head, int64 [live]."""
-        found = []
+        by_layer = []
         for slots, evicted in zip(self._slots, self._evicted, strict=True):
             kept = (slots.position[row] >= 0) & ~evicted[row]
             heads = zip(slots.position[row], kept, strict=True)
-            found.append([position[mask].cpu() for position, mask in heads])
-        return found
+            by_layer.append([position[mask].cpu() for position, mask in heads])
+        return by_layer
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
@@ -164,8 +164,8 @@ class DenseCache(HostDrivenCache):
         second = second_query(self.policy, stored, query, arrival.position)
         output, weights = _attend(query, stored.key, stored.value, wide, second)
         if observes(self.policy):
-            found = received(weights, mask)
-            stored = stored._replace(state=self.policy.observe(stored, found))
+            attention = received(weights, mask)
+            stored = stored._replace(state=self.policy.observe(stored, attention))
         newest = arrival.position.amax(1, keepdim=True)
         expired = held & self.policy.evict_mask(stored, newest)
         self._evicted[layer][rows] = evicted | expired[:, :, 0]
@@ -193,14 +193,14 @@ class DenseCache(HostDrivenCache):
         after = before + real.sum(1)
         self._reserve(layer, int(after.max()))
         b, token = real.nonzero(as_tuple=True)
-        place = before[b] + real.cumsum(1)[b, token] - 1
+        slot = before[b] + real.cumsum(1)[b, token] - 1
         slots = self._slots[layer]
-        slots.position[rows[b], :, place] = arrival.position[b, token][:, None]
-        slots.state[rows[b], :, place] = 0
-        self._evicted[layer][rows[b], :, place] = False
+        slots.position[rows[b], :, slot] = arrival.position[b, token][:, None]
+        slots.state[rows[b], :, slot] = 0
+        self._evicted[layer][rows[b], :, slot] = False
         for field in ("key", "value"):
             stored = getattr(slots, field)
-            stored[rows[b], :, place] = getattr(arrival, field)[b, :, token].to(stored.dtype)
+            stored[rows[b], :, slot] = getattr(arrival, field)[b, :, token].to(stored.dtype)
         self._used[layer, rows] = after
 
     def _tensors(self, layer: int) -> list[Tensor]:

@@ -155,11 +155,11 @@ class DevicePool:
 
         A page that all of its holders have copied in one step is found here.
         """
-        found = [self.free.left, self.free.fault]
+        status = [self.free.left, self.free.fault]
         if self.sharing:
             self._push((self._holders == 0).nonzero()[:, 0].int())
-            found.append(self._holders.max().view(1))
-        self._left, fault, *most = torch.cat(found).tolist()
+            status.append(self._holders.max().view(1))
+        self._left, fault, *most = torch.cat(status).tolist()
         self.sharing, self._exact = most > [1], True
         self._check(fault)
 

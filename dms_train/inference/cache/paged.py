@@ -93,14 +93,14 @@ class PagedKVCache:
         assert not isinstance(rule, str)
         self._rule, window = self._decisions_for(rule)
         layers, rows, heads = kv_lists = sizes[:3]
-        places = -(-sizes.longest // pool.page_slots)
-        self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=places)
+        max_pages = -(-sizes.longest // pool.page_slots)
+        self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=max_pages)
         self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
         self._exponents: Tensor | None = None  # of FP8 pages
         self._wide: WidePages | None = None
         if pool.pages.dtype == FP8:
-            self._exponents = torch.zeros(*kv_lists, places, 2, dtype=torch.int8).to(pool.device)
-            self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
+            self._exponents = torch.zeros(*kv_lists, max_pages, 2, dtype=torch.int8).to(pool.device)
+            self._wide = WidePages(pool.pages, heads=heads, places=max_pages, dtype=pool.dtype)
         self._recording = False
         self._reserves = True  # pages, in each step
         self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
@@ -162,7 +162,7 @@ class PagedKVCache:
     @property
     def snapshot_bytes(self) -> int:
         """Return the most bytes that a snapshot takes besides its pages."""
-        copied = [*self._row_tensors(), *self._place_tensors()]
+        copied = [*self._row_tensors(), *self._page_tensors()]
         return sum(x.nbytes // x.shape[1] for x in copied)
 
     @property
@@ -192,8 +192,8 @@ class PagedKVCache:
 
     def snapshot(self, row: int) -> PagedSnapshot:
         """Take a snapshot of a row, which shares its pages."""
-        tensors, places = self._row_tensors(), self._place_tensors()
-        return PagedSnapshot(self.lists, row, row_tensors=tensors, place_tensors=places)
+        row_tensors, page_tensors = self._row_tensors(), self._page_tensors()
+        return PagedSnapshot(self.lists, row, row_tensors=row_tensors, place_tensors=page_tensors)
 
     def live(self, rows: Tensor) -> Tensor:
         """Return the live tokens, int64 [layers, b, h]."""
@@ -244,15 +244,15 @@ class PagedKVCache:
         together = b
         if self._wide is not None:
             together = self._wide.sequences(n) if step.begins else 1
-        pages, done = self._most_pages(step), []
+        pages, results = self._most_pages(step), []
         for part in map(slice, range(0, b, together), range(together, b + together, together)):
             taken = sum(pages[part])
             whole = step.lengths is None
             chunk = Chunk(step.rows[part], query[part], arrival.of(part), taken, step.begins, whole)
-            done.append(self._prefill(layer, chunk))
-        if len(done) == 1:
-            return done[0]
-        outputs, reads = zip(*done, strict=True)
+            results.append(self._prefill(layer, chunk))
+        if len(results) == 1:
+            return results[0]
+        outputs, reads = zip(*results, strict=True)
         return Attended(torch.cat(outputs), torch.cat(reads))
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
@@ -449,7 +449,7 @@ class PagedKVCache:
         """Return what else a row holds, [layers, rows, ...]."""
         return [self.lists.lengths, self._rings]
 
-    def _place_tensors(self) -> list[Tensor]:
+    def _page_tensors(self) -> list[Tensor]:
         """Return what has an entry for each place, [layers, rows, h, p, ...]."""
         return [x for x in (self.lists.tables, self._exponents) if x is not None]
 

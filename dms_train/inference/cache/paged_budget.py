@@ -88,7 +88,7 @@ class BudgetPagedCache(PagedKVCache):
         self._recent = policy.recent_queries
         shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
-        self._query_places: tuple[Tensor, Tensor]  # of the step that is computed
+        self._query_index: tuple[Tensor, Tensor]  # of the step that is computed
         self._choice: Choice | None = None  # of the step that is computed
         self._inside = [False]  # its sequences whose prompts decide
         self._logits: SlotLogits | None = None
@@ -163,10 +163,10 @@ class BudgetPagedCache(PagedKVCache):
     def _row_tensors(self) -> list[Tensor]:
         return [*super()._row_tensors(), self._queries]
 
-    def _place_tensors(self) -> list[Tensor]:
+    def _page_tensors(self) -> list[Tensor]:
         size = self.pool.page_slots
         own = [x for x in (self._positions, self._scores) if x.numel()]
-        return [*super()._place_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
+        return [*super()._page_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, evict and attend; the host waits where the policy's hooks decide."""
@@ -186,8 +186,8 @@ class BudgetPagedCache(PagedKVCache):
             inside.device
         )
         for compute, those in ((self._decode, ~inside), (self._prompt, inside)):
-            done = compute(layer, _some(step, those.nonzero()[:, 0]))
-            output[those], reads[those] = done.output, done.reads
+            attended = compute(layer, _some(step, those.nonzero()[:, 0]))
+            output[those], reads[those] = attended.output, attended.reads
         return Attended(output, reads)
 
     def _prompts_of(self, step: AttentionStep) -> list[bool]:
@@ -199,8 +199,8 @@ class BudgetPagedCache(PagedKVCache):
         inside = end <= sequences.prompt
         if self.eviction_interval is not None:
             inside = inside | self.policy.evicts_after(sequences)
-        found: list[bool] = inside.tolist()
-        return found
+        by_hooks: list[bool] = inside.tolist()
+        return by_hooks
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
@@ -211,10 +211,10 @@ class BudgetPagedCache(PagedKVCache):
         if layer == 0:
             self._choice = self._choice_of(token)
             if self._recent:
-                self._query_places = token.rows.long(), token.position.long() % self._recent
+                self._query_index = token.rows.long(), token.position.long() % self._recent
         if self._recent:
             newest = rotated.view(b, *self._queries.shape[3:])
-            self._queries[layer].index_put_(self._query_places, newest)
+            self._queries[layer].index_put_(self._query_index, newest)
         if b not in self._memory:
             self._memory[b] = kernels.attention_workspace(rotated, cache)
         logits = None
@@ -247,19 +247,19 @@ class BudgetPagedCache(PagedKVCache):
         query, arrival = step.rotated_by_kernel(decides=False)
         if self._budget_rule.evicts == rules.OLDEST:
             n = range(0, query.shape[2], _QUERIES)
-            parts = [
+            chunks = [
                 self._stream(layer, step.rows, query[:, :, i : i + _QUERIES], _part(arrival, i))
                 for i in n
             ]
-            output = torch.cat([part.output for part in parts], 2)
-            return Attended(output, torch.stack([part.reads for part in parts]).sum(0))
+            output = torch.cat([chunk.output for chunk in chunks], 2)
+            return Attended(output, torch.stack([chunk.reads for chunk in chunks]).sum(0))
         self._close(layer, step.rows)
         before = self.lists.lengths[layer, step.rows]
         pages = sum(self._most_pages(step))
-        done = self._prefill(layer, Chunk(step.rows, query, arrival, pages, step.begins))
+        attended = self._prefill(layer, Chunk(step.rows, query, arrival, pages, step.begins))
         self._note(layer, step.rows, before, query, arrival.position)
         self._evict(layer, step.rows, query, arrival.position)
-        return done
+        return attended
 
     def _note(
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
@@ -287,8 +287,8 @@ class BudgetPagedCache(PagedKVCache):
         if not m:
             return None
         at = end[:, None] - m + torch.arange(m, device=end.device)
-        found = self._queries[layer][rows[:, None], at % m]
-        return found.masked_fill((at < 0)[..., None, None, None], 0).transpose(1, 2)
+        queries = self._queries[layer][rows[:, None], at % m]
+        return queries.masked_fill((at < 0)[..., None, None, None], 0).transpose(1, 2)
 
     def _evict(self, layer: int, rows: Tensor, query: Tensor, position: Tensor) -> None:
         """Drop what the policy does not keep after a part of a prompt that is stored."""
@@ -358,8 +358,8 @@ class BudgetPagedCache(PagedKVCache):
     def _contents(self, layer: int, rows: Tensor) -> Slots:
         """Return the tokens of KV lists by slot; 0 in empty slots."""
         position = self._stored_positions(layer, rows)
-        places = position.shape[-1] // self.pool.page_slots
-        pages = self.pool.pages[self.lists.tables[layer, rows, :, :places].long()]
+        num_pages = position.shape[-1] // self.pool.page_slots
+        pages = self.pool.pages[self.lists.tables[layer, rows, :, :num_pages].long()]
         content = pages.transpose(2, 3).flatten(3, 4)  # [b, h, 2, s, d]
         content = content.masked_fill((position < 0)[:, :, None, :, None], 0)
         state = torch.zeros(*position.shape, self.policy.state_width, device=position.device)
@@ -429,7 +429,7 @@ def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
     b, heads, n, _ = query.shape
     h, s = slots.position.shape[1:]
     zero = torch.zeros(b, h, heads // h, s, device=query.device)
-    found = AttentionReceived(zero, zero, zero)
+    attention = AttentionReceived(zero, zero, zero)
     block = max(1, min(_QUERIES, _SCORES // (b * heads * s)))
     for start in range(0, n, block):
         part = slice(start, start + block)
@@ -438,6 +438,8 @@ def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
         weights = attend_slots(query[:, :, part], slots.key, slots.value, mask[:, :, None])[1]
         some = received(weights, mask)
         there = (at[:, part] >= 0).any(1)[:, None, None, None]
-        newest = torch.where(there, some.newest, found.newest)
-        found = AttentionReceived(found.total + some.total, newest, found.squares + some.squares)
-    return found
+        newest = torch.where(there, some.newest, attention.newest)
+        attention = AttentionReceived(
+            attention.total + some.total, newest, attention.squares + some.squares
+        )
+    return attention

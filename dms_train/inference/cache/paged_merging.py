@@ -91,8 +91,8 @@ class MergingPagedCache(PagedKVCache):
         names, stored = ("key", "value", "weights"), self._newest()
         size, rows = stored[0].shape[3], step.rows
         start = torch.where(step.position >= 0, step.position, torch.iinfo(torch.int64).max).amin(1)
-        place = torch.arange(size, device=rows.device)
-        number = start[:, None] - size + place  # of the tokens before the part
+        index = torch.arange(size, device=rows.device)
+        number = start[:, None] - size + index  # of the tokens before the part
         lists = {
             name: x[layer, rows[:, None], :, number % size].transpose(1, 2)
             for name, x in zip(names, stored, strict=True)
@@ -102,7 +102,7 @@ class MergingPagedCache(PagedKVCache):
         content = self.policy.accumulate(step.projected(), lists)
         assert content is not None
         merged = step.replaced(*content)
-        at = (step.position.amax(1, keepdim=True) + 1 + place) % size
+        at = (step.position.amax(1, keepdim=True) + 1 + index) % size
         for name, x in zip(names, stored, strict=True):
             x[layer, rows[:, None], :, at] = lists[name].transpose(1, 2).to(x.dtype)
         return merged.rotated()

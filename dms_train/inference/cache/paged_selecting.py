@@ -55,7 +55,7 @@ class SelectingPagedCache(PagedKVCache):
         self._reads = torch.zeros_like(self.lists.lengths)
         self._selections: dict[int, PageSelection] = {}  # by sequences of a step
         self._wanted: PageBudget  # of the step that is computed
-        self._places: Tensor  # its sequences in a selection
+        self._selection_rows: Tensor  # its sequences in a selection
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
         """Return that nothing is evicted."""
@@ -109,7 +109,7 @@ class SelectingPagedCache(PagedKVCache):
         )
         some = cache._replace(table=chosen.table, lengths=chosen.lengths)
         output = kernels.attend(
-            rotated, some, self._places, d**-0.5, self._memory[b], readers=chosen.heads
+            rotated, some, self._selection_rows, d**-0.5, self._memory[b], readers=chosen.heads
         )
         return output
 
@@ -120,22 +120,22 @@ class SelectingPagedCache(PagedKVCache):
         count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)
         many = self._page_rule.page // self.pool.page_slots
         self._wanted = PageBudget(count, many, self._page_rule.last)
-        place = torch.arange(len(token.rows), device=token.rows.device)
-        self._places = torch.where(token.rows < 0, -1, place)
+        batch_index = torch.arange(len(token.rows), device=token.rows.device)
+        self._selection_rows = torch.where(token.rows < 0, -1, batch_index)
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
         before = self.lists.lengths[layer, tokens.rows]
-        done = super()._prefill(layer, tokens)
+        attended = super()._prefill(layer, tokens)
         self._bound(layer, tokens.rows, before)
-        return done
+        return attended
 
     def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
         """Compute the bounds of pages that changed since KV lists had `before` [b, h] tokens."""
         size, lengths = self.pool.page_slots, self.lists.lengths[layer, rows]
         first = max(0, int(before.min()) - 1) // size
-        place = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)
-        table = self.lists.tables[layer, rows][..., place].long()
-        slot = place[:, None] * size + torch.arange(size, device=rows.device)
+        page_index = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)
+        table = self.lists.tables[layer, rows][..., page_index].long()
+        slot = page_index[:, None] * size + torch.arange(size, device=rows.device)
         held = (slot < lengths[..., None, None])[..., None]  # [b, h, p, s, 1]
         keys = self.pool.pages[table, 0]
         lowest = keys.masked_fill(~held, torch.inf).amin(3)

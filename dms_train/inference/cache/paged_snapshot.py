@@ -31,12 +31,12 @@ class PagedSnapshot:
         place_tensors: list[Tensor],
     ) -> None:
         self._lists = lists
-        self._row_tensors, self._place_tensors = row_tensors, place_tensors
+        self._row_tensors, self._page_tensors = row_tensors, place_tensors
         pages = lists.pages(lists.lengths[:, row])
-        places, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
+        max_pages, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
         self._state = [x[:, row].clone() for x in row_tensors]
-        self._tables = [x[:, row, :, :places].clone() for x in place_tensors]
-        held = lists.places()[:places] < pages[..., None]
+        self._tables = [x[:, row, :, :max_pages].clone() for x in place_tensors]
+        held = lists.places()[:max_pages] < pages[..., None]
         self._tables[0].masked_fill_(~held, 0)  # no page
         self._share(row)
 
@@ -44,7 +44,7 @@ class PagedSnapshot:
         """Have an empty row hold the same pages."""
         for x, stored in zip(self._row_tensors, self._state, strict=True):
             x[:, row] = stored
-        for x, stored in zip(self._place_tensors, self._tables, strict=True):
+        for x, stored in zip(self._page_tensors, self._tables, strict=True):
             x[:, row, :, : stored.shape[2]] = stored
         self._share(row)
 

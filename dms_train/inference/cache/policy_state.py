@@ -108,10 +108,10 @@ class PolicyState:
             before = query.new_zeros(b, h, m, r, d)
         order = real.int().argsort(dim=1, stable=True)  # padding first
         query = query.gather(2, order[:, None, :, None, None].expand_as(query))
-        place = count + torch.arange(m, device=query.device)  # without the padding
-        place = torch.where(place < m, place, place + n - count)
+        index = count + torch.arange(m, device=query.device)  # without the padding
+        index = torch.where(index < m, index, index + n - count)
         both = torch.cat([before, query], 2)
-        return both.gather(2, place[:, None, :, None, None].expand(b, h, m, r, d))
+        return both.gather(2, index[:, None, :, None, None].expand(b, h, m, r, d))
 
     def store(self, layer: int, rows: Tensor, lists: dict[str, Tensor]) -> None:
         """Keep the policy's tensors, [b, h, ...] each, of these rows."""

@@ -118,8 +118,8 @@ class PagePool:
         """Return which pages have several holders: int64 [...] to bool [...]; False for -1."""
         if not self.allocator.sharing:
             return torch.zeros_like(pages, dtype=torch.bool)
-        found = self.allocator.shared(pages.flatten().tolist())
-        return torch.tensor(found, dtype=torch.bool, device=pages.device).view(pages.shape)
+        is_shared = self.allocator.shared(pages.flatten().tolist())
+        return torch.tensor(is_shared, dtype=torch.bool, device=pages.device).view(pages.shape)
 
     def unshare(self, pages: Tensor) -> Tensor:
         """Copy pages, int64 [count], and release the originals. Returns the copies, int64 [count].
@@ -159,18 +159,20 @@ class PagePool:
         tail, dtype = self._fields[field]
         flat = _by_slab(slots.reshape(-1), self._slab_slots)
         values = torch.zeros(slots.numel(), *tail, dtype=dtype, device=self.device)
-        found = [self._slabs[slab][field].index_select(0, offset) for slab, offset in flat.parts]
-        if found:
-            values[flat.order] = torch.cat(found)
+        slab_values = [
+            self._slabs[slab][field].index_select(0, offset) for slab, offset in flat.parts
+        ]
+        if slab_values:
+            values[flat.order] = torch.cat(slab_values)
         return values.reshape(*slots.shape, *tail)
 
     def write(self, slots: Tensor, fields: dict[str, Tensor]) -> None:
         """Scatter fields. slots: int64 [n], all different; values of fields: [n, *field]."""
-        order, parts = _by_slab(slots, self._slab_slots)
-        counts = [len(offset) for _, offset in parts]
+        order, slab_offsets = _by_slab(slots, self._slab_slots)
+        counts = [len(offset) for _, offset in slab_offsets]
         for field, values in fields.items():
             values = values.detach().to(self._fields[field][1])[order]
-            for (slab, offset), part in zip(parts, torch.split(values, counts), strict=True):
+            for (slab, offset), part in zip(slab_offsets, torch.split(values, counts), strict=True):
                 self._slabs[slab][field][offset] = part
 
     def _paged(self, slab: int, field: str) -> Tensor:

@@ -28,7 +28,7 @@ class WidePages:
 
     def __init__(self, stored: Tensor, *, heads: int, places: int, dtype: torch.dtype) -> None:
         device = stored.device
-        self._stored, self._heads, self._places = stored, heads, places
+        self._stored, self._heads, self._max_pages = stored, heads, places
         self._pages = torch.empty(heads * places, *stored.shape[1:], dtype=dtype, device=device)
         self._numbers = torch.arange(heads * places, dtype=torch.int32, device=device)
 
@@ -40,7 +40,7 @@ class WidePages:
     def sequences(self, tokens: int) -> int:
         """Return the sequences of `tokens` tokens that fit at the same time, at least 1."""
         slots = self._pages.shape[2]
-        return max(1, self._places // -(-tokens // slots))
+        return max(1, self._max_pages // -(-tokens // slots))
 
     def read(self, table: Tensor, exponents: Tensor, lengths: Tensor) -> Pages:
         """Return the KV lists of a chunk's sequences.
@@ -62,9 +62,9 @@ class WidePages:
 
     def empty(self, sequences: int) -> Pages:
         """Return the pages for KV lists that hold nothing yet."""
-        places = self._places // sequences
-        numbers = self._numbers[: sequences * self._heads * places]
-        return Pages(self._pages, numbers.view(sequences, self._heads, places))
+        num_pages = self._max_pages // sequences
+        numbers = self._numbers[: sequences * self._heads * num_pages]
+        return Pages(self._pages, numbers.view(sequences, self._heads, num_pages))
 
     def write(
         self, table: Tensor, exponents: Tensor, lengths: Tensor, changed: Tensor | None
@@ -88,5 +88,5 @@ class WidePages:
 
     def _lists(self, sequences: int) -> Tensor:
         """Return the pages by KV list, [b * h, p, 2, s, d]."""
-        lists, places = sequences * self._heads, self._places // sequences
-        return self._pages[: lists * places].view(lists, places, *self._pages.shape[1:])
+        lists, num_pages = sequences * self._heads, self._max_pages // sequences
+        return self._pages[: lists * num_pages].view(lists, num_pages, *self._pages.shape[1:])

@@ -104,9 +104,9 @@ def _stored_names(name: str, architecture: Architecture) -> list[str]:
     if name == "lm_head.weight":
         tied = architecture.tie_word_embeddings
         return ["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    for merged, parts in _MERGED.items():
+    for merged, projections in _MERGED.items():
         if f".{merged}." in name:
-            return [f"model.{name.replace(merged, part)}" for part in parts]
+            return [f"model.{name.replace(merged, projection)}" for projection in projections]
     return [f"model.{name}"]
 
 
@@ -125,8 +125,8 @@ def _assign(
         for stored in sources:
             if stored not in known:
                 raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
-        parts = [_converted(reader, stored, dtype, device) for stored in sources]
-        weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tensors = [_converted(reader, stored, dtype, device) for stored in sources]
+        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     if architecture.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)

@@ -48,25 +48,25 @@ class CaMPolicy(H2OPolicy):
         source = evicted.nonzero()
         if not len(source):
             return None
-        b, h, place = source.unbind(1)
+        b, h, slot = source.unbind(1)
         kept = (slots.position >= 0) & ~evicted
         far = torch.iinfo(torch.int64).max
         order = slots.position.masked_fill(~kept, far).argsort(-1)
-        before = kept[b, h] & (slots.position[b, h] < slots.position[b, h, place][:, None])
-        following = before.sum(-1)[:, None] + torch.arange(self._targets, device=place.device)
+        before = kept[b, h] & (slots.position[b, h] < slots.position[b, h, slot][:, None])
+        following = before.sum(-1)[:, None] + torch.arange(self._targets, device=slot.device)
         real = following < kept[b, h].sum(-1)[:, None]  # [evicted, targets]
         target = order[b, h].gather(1, following.clamp(max=order.shape[-1] - 1))
         score = slots.state[..., 0]
         count = real.sum(1)
         mean = (score[b, h].gather(1, target) * real).sum(1) / count.clamp(min=1)
-        share = (score[b, h, place] / mean.clamp(min=torch.finfo(mean.dtype).tiny)).clamp(0, 1)
+        share = (score[b, h, slot] / mean.clamp(min=torch.finfo(mean.dtype).tiny)).clamp(0, 1)
         if not self._expected:
-            share = (self._draws(slots, b, h, place) < share).to(share)
+            share = (self._draws(slots, b, h, slot) < share).to(share)
         share = (share / count.clamp(min=1))[:, None].expand_as(real)[real]
         lists, slot_count = (b * slots.position.shape[1] + h)[:, None], slots.position.shape[2]
         unchanged = torch.ones_like(score)
         return Merge(
-            source=(lists * slot_count + place[:, None]).expand_as(real)[real],
+            source=(lists * slot_count + slot[:, None]).expand_as(real)[real],
             target=(lists * slot_count + target)[real],
             key_weight=torch.zeros_like(share),
             value_weight=share,
@@ -74,11 +74,11 @@ class CaMPolicy(H2OPolicy):
             value_scale=unchanged,
         )
 
-    def _draws(self, slots: Slots, b: Tensor, h: Tensor, place: Tensor) -> Tensor:
+    def _draws(self, slots: Slots, b: Tensor, h: Tensor, slot: Tensor) -> Tensor:
         """Draw a number for each evicted token from its request, layer, KV head and position."""
         assert slots.sequences is not None
         key = mix(slots.sequences.seed[b] * GOLDEN + slots.layer + 1)
-        key = mix(mix(key + h * GOLDEN) + slots.position[b, h, place] * GOLDEN)
+        key = mix(mix(key + h * GOLDEN) + slots.position[b, h, slot] * GOLDEN)
         return uniform(key, 1)[:, 0]
 
 

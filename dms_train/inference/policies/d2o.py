@@ -73,13 +73,13 @@ class _Pairs(NamedTuple):
     """Evicted tokens of each KV list in the order of their positions, E at most.
 
     Attributes:
-        place: int64 [b, h, E], their slots.
+        slots: int64 [b, h, E], their slots.
         real: bool [b, h, E], False after the last one.
         similarity: [b, h, E], the largest cosine to a kept key.
         nearest: int64 [b, h, E], the slot of that key.
     """
 
-    place: Tensor
+    slots: Tensor
     real: Tensor
     similarity: Tensor
     nearest: Tensor
@@ -106,8 +106,8 @@ class D2OPolicy(CachePolicy):
         assert sequences is not None
         state = slots.state + received.total.mean(2)[..., None].to(slots.state)
         if bool(sequences.ends_prompt.any()):
-            found = attention_variance(state[..., 0], slots.position, self._norm)
-            lists = found[:, None, None].expand(-1, slots.position.shape[1], 1)
+            variance = attention_variance(state[..., 0], slots.position, self._norm)
+            lists = variance[:, None, None].expand(-1, slots.position.shape[1], 1)
             sequences.lists[_VARIANCE] = lists.contiguous()
         return state
 
@@ -155,7 +155,7 @@ class D2OPolicy(CachePolicy):
         b, h, e = self._accepted(slots, pairs).nonzero(as_tuple=True)
         heads, count = slots.position.shape[1:]
         first = (b * heads + h) * count
-        source, target = (first + x[b, h, e] for x in (pairs.place, pairs.nearest))
+        source, target = (first + x[b, h, e] for x in (pairs.slots, pairs.nearest))
         own, weight = (1.0, pairs.similarity[b, h, e])
         added = torch.ones_like(weight)
         if not self._options.reference_compat:
@@ -204,11 +204,11 @@ def attention_variance(received: Tensor, position: Tensor, norm: str) -> Tensor:
     b, h, _ = position.shape
     held = position >= 0
     size = int(position.amax()) + 1
-    place = position.masked_fill(~held, size)
+    index = position.masked_fill(~held, size)
     by_position = received.double().new_zeros(b, h, size + 1)
-    by_position = by_position.scatter(2, place, received.double())[..., :-1]
+    by_position = by_position.scatter(2, index, received.double())[..., :-1]
     there = torch.zeros(b, h, size + 1, dtype=torch.bool, device=position.device)
-    there = there.scatter(2, place, held)[..., :-1]
+    there = there.scatter(2, index, held)[..., :-1]
     if norm != HEAD_RANGE:
         by_position, there = by_position.mean(1, keepdim=True), there.any(1, keepdim=True)
     count = there.sum(-1).clamp(min=1)
@@ -242,11 +242,11 @@ def _pairs(slots: Slots, evicted: Tensor) -> _Pairs:
     assert slots.key is not None
     count = evicted.sum(-1, keepdim=True)
     far = torch.iinfo(torch.int64).max
-    place = slots.position.masked_fill(~evicted, far).argsort(-1)[..., : int(count.max())]
-    real = torch.arange(place.shape[-1], device=place.device) < count
+    slot = slots.position.masked_fill(~evicted, far).argsort(-1)[..., : int(count.max())]
+    real = torch.arange(slot.shape[-1], device=slot.device) < count
     key = slots.key.to(torch.promote_types(slots.key.dtype, torch.float32))
     unit = F.normalize(key, dim=-1)
-    own = unit.gather(2, place[..., None].expand(*place.shape, unit.shape[-1]))
+    own = unit.gather(2, slot[..., None].expand(*slot.shape, unit.shape[-1]))
     gone = ((slots.position < 0) | evicted)[:, :, None]
     similarity, nearest = [], []
     for start in range(0, own.shape[2], _ROWS):
@@ -254,8 +254,8 @@ def _pairs(slots: Slots, evicted: Tensor) -> _Pairs:
         best = cosine.masked_fill(gone, -torch.inf).max(-1)
         similarity.append(best.values)
         nearest.append(best.indices)
-    found = torch.cat(similarity, 2).masked_fill(~real, 0)
-    return _Pairs(place, real, found, torch.cat(nearest, 2))
+    largest = torch.cat(similarity, 2).masked_fill(~real, 0)
+    return _Pairs(slot, real, largest, torch.cat(nearest, 2))
 
 
 def _mean(x: Tensor, real: Tensor, dim: int) -> Tensor:

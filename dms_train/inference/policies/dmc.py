@@ -71,9 +71,9 @@ class DMCPolicy(DMSPolicy):
         lists["key"], lists["value"], lists["weights"] = (x[:, :, last] for x in (key, value, both))
         alpha, weight = both.movedim(2, 0).unbind(-1)
         states = merge(key.movedim(2, 0), value.movedim(2, 0), alpha, weight, size + 1)
-        place = order.argsort(1)[:, size:].t()[..., None, None]
+        index = order.argsort(1)[:, size:].t()[..., None, None]
         stored_key, stored_value = (
-            x.gather(0, place.expand(-1, -1, h, d)).transpose(0, 1) for x in states
+            x.gather(0, index.expand(-1, -1, h, d)).transpose(0, 1) for x in states
         )
         return stored_key, stored_value
 

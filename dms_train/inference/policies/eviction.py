@@ -37,8 +37,8 @@ def beyond_shared_budget(score: Tensor, position: Tensor, budget: Tensor) -> Ten
     """
     h = position.shape[1]
     head = torch.arange(h, device=position.device)[:, None]
-    place = torch.where(position >= 0, position * h + head, -1)
-    beyond = beyond_budget(score.flatten(1)[:, None], place.flatten(1)[:, None], budget * h)
+    order = torch.where(position >= 0, position * h + head, -1)
+    beyond = beyond_budget(score.flatten(1)[:, None], order.flatten(1)[:, None], budget * h)
     return beyond.view_as(position)
 
 

@@ -167,14 +167,14 @@ class HardKVPolicy(CachePolicy):
         Only the tokens in `free`, bool [b, h, s], are candidates. Temperatures that are not known
         are solved for the lists that select, bool [b, h].
         """
-        found = window_logits(slots, sequences)
+        window = window_logits(slots, sequences)
         order = slots.position.masked_fill(~free, torch.iinfo(torch.int64).max).argsort(-1)
-        across = order[:, :, None].expand(*found.logits.shape[:2], found.logits.shape[3], -1)
-        lowest = torch.finfo(found.logits.dtype).min
-        outside = ~(free[:, :, None] & found.seen[:, :, 0]).gather(-1, across)
-        logits = found.logits.amax(2).gather(-1, across).masked_fill(outside, lowest)
+        across = order[:, :, None].expand(*window.logits.shape[:2], window.logits.shape[3], -1)
+        lowest = torch.finfo(window.logits.dtype).min
+        outside = ~(free[:, :, None] & window.seen[:, :, 0]).gather(-1, across)
+        logits = window.logits.amax(2).gather(-1, across).masked_fill(outside, lowest)
         shifted = self._shifted(slots, logits, order, outside).masked_fill(outside, lowest)
-        real = found.real[:, 0] & ~outside.all(-1, keepdim=True)  # rows with a candidate
+        real = window.real[:, 0] & ~outside.all(-1, keepdim=True)  # rows with a candidate
         tau = self._temperature(sequences, logits, shifted, real, selects)
         named, _, _ = top_p(shifted / tau, self._options.p)
         votes = (named & ~outside & real).sum(2).to(logits.dtype)
@@ -237,9 +237,9 @@ class MergingHardKVPolicy(HardKVPolicy):
         if self._options.merge == MULTI_TO_ONE:
             targets = strong[..., :1].expand_as(strong)
         pairs = pairs & kept.gather(-1, targets)
-        b, h, place = pairs.nonzero(as_tuple=True)
+        b, h, rank = pairs.nonzero(as_tuple=True)
         first = (b * slots.position.shape[1] + h) * slots.position.shape[2]
-        source, target = first + weak[b, h, place], first + targets[b, h, place]
+        source, target = first + weak[b, h, rank], first + targets[b, h, rank]
         own = attention.flatten()
         total = own.index_add(0, target, own[source]).clamp(min=torch.finfo(own.dtype).tiny)
         scale = torch.ones_like(own)

@@ -67,10 +67,10 @@ class MemoryPoolingPolicy(CachePolicy):
         source = evicted.nonzero()
         if not len(source):
             return None
-        b, h, place = source.unbind(1)
+        b, h, slot = source.unbind(1)
         newest = (slots.position == (sequences.end - 1)[:, None, None]).int().argmax(-1)[b, h]
         heads, count = slots.position.shape[1:]
-        taken = slots.position[b, h, place] % self._size + 1  # tokens of the open entry
+        taken = slots.position[b, h, slot] % self._size + 1  # tokens of the open entry
         wide = torch.promote_types(slots.key.dtype, torch.float32)
         share = taken.to(wide) / (taken + 1)
         scale = torch.ones_like(slots.position, dtype=wide)
@@ -78,13 +78,13 @@ class MemoryPoolingPolicy(CachePolicy):
         target = (b * heads + h) * count + newest
         one = torch.ones_like(taken)
         return Merge(
-            source=(b * heads + h) * count + place,
+            source=(b * heads + h) * count + slot,
             target=target,
             key_weight=share,
             value_weight=share,
             key_scale=scale,
             value_scale=scale,
-            source_key=moved_by(slots.key[b, h, place], one, sequences.frequency),
+            source_key=moved_by(slots.key[b, h, slot], one, sequences.frequency),
         )
 
 

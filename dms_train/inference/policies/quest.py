@@ -109,8 +109,8 @@ class QuestPolicy(CachePolicy):
         real = (arrival.position >= 0)[:, None, :, None]
         key = arrival.key.masked_fill(~real, limit)
         page = (arrival.position.clamp(min=0) // self.page)[:, None, :, None].expand_as(key)
-        found = bounds.scatter_reduce(2, page, key, reduce)
-        return found.masked_fill(found.isinf(), 0)
+        extended = bounds.scatter_reduce(2, page, key, reduce)
+        return extended.masked_fill(extended.isinf(), 0)
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
         """Return the slots in the best pages of each query head."""
@@ -133,9 +133,9 @@ class QuestPolicy(CachePolicy):
         best = torch.zeros_like(bound, dtype=torch.bool).scatter_(
             -1, order, page.expand_as(order) < count[:, None, None, None]
         )
-        place = (slots.position.clamp(min=0) // self.page)[:, :, None]
+        slot_page = (slots.position.clamp(min=0) // self.page)[:, :, None]
         prompt = (sequences.start < sequences.prompt)[:, None, None, None]
-        return best.gather(-1, place.expand(-1, -1, query.shape[2], -1)) | prompt
+        return best.gather(-1, slot_page.expand(-1, -1, query.shape[2], -1)) | prompt
 
 
 POLICY = PolicyKind(QuestOptions, lambda options, spec: QuestPolicy(options))

@@ -117,12 +117,12 @@ def policy_kind(name: str) -> PolicyKind:
     """
     if name in _registered:
         return _registered[name]
-    found: Any
+    loaded: Any
     if name in _modules():
-        found = importlib.import_module(f"{__package__}.{name}").POLICY
+        loaded = importlib.import_module(f"{__package__}.{name}").POLICY
     elif name in _entry_points():
         try:
-            found = _entry_points()[name].load()
+            loaded = _entry_points()[name].load()
         except (ImportError, AttributeError) as error:
             raise InferenceError(
                 f"policy={name}: its entry point does not load ({error})"
@@ -130,15 +130,15 @@ def policy_kind(name: str) -> PolicyKind:
     else:
         raise InferenceError(f"policy={name!r}: choose one of {', '.join(policy_names())}")
     kind: type[PolicyKind] = importlib.import_module(f"{__package__}.base").PolicyKind
-    if not isinstance(found, kind):
+    if not isinstance(loaded, kind):
         raise InferenceError(f"policy={name}: its entry point names no PolicyKind")
-    return found
+    return loaded
 
 
 @cache
 def _modules() -> tuple[str, ...]:
-    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return tuple(name for name in found if name not in _NOT_POLICIES)
+    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return tuple(name for name in names if name not in _NOT_POLICIES)
 
 
 @cache

@@ -141,6 +141,6 @@ class ScorePolicy(CachePolicy):
             if attention is not None:
                 seen = attention[i : i + 1]
                 seen = seen.gather(3, order[:, :, None].expand(-1, -1, seen.shape[2], -1))
-            found = self.score(keys, values, seen)
-            scores[i : i + 1].scatter_(2, order, found.to(wide))
+            new_scores = self.score(keys, values, seen)
+            scores[i : i + 1].scatter_(2, order, new_scores.to(wide))
         return scores

@@ -117,14 +117,14 @@ def _claim(
 
 def _reserve_slot(cache: PagedCache, row: int, head: int, slot: int) -> bool:
     """Give the KV list a page for its next slot if it has none; False if that is impossible."""
-    place, free = slot // cache.page_slots, cache.free
-    if place >= cache.table.shape[-1]:
+    page_index, free = slot // cache.page_slots, cache.free
+    if page_index >= cache.table.shape[-1]:
         free.fault.bitwise_or_(LIST_FULL)
         return False
     if slot % cache.page_slots:
         return True
     page = _pop(cache)
-    cache.table[row, head, place] = page
+    cache.table[row, head, page_index] = page
     return page > 0
 
 
@@ -155,13 +155,13 @@ def _pop(cache: PagedCache) -> int:
 
 def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair: Tensor) -> None:
     """Write key and value [2, d] into a claimed slot."""
-    place, offset = divmod(claim[0], cache.page_slots)
-    page = cache.pages[int(cache.table[row, head, place])]
+    page_index, offset = divmod(claim[0], cache.page_slots)
+    page = cache.pages[int(cache.table[row, head, page_index])]
     fresh = claim[1] and offset == 0
     for kind in range(2):
         wide = pair[kind].double()
         if cache.exponents is not None:
-            scale = cache.exponents[row, head, place]
+            scale = cache.exponents[row, head, page_index]
             _fit_exponent(page[kind], scale[kind], wide, fresh=fresh)
             wide = wide * 2.0 ** -float(scale[kind])
         page[kind, offset] = wide.float().to(page.dtype)
@@ -229,9 +229,9 @@ def attend(
             if logits is not None:
                 logits.logits[i * h + head, :, : len(key)] = scores / math.log(2)
             if readers is not None:
-                place = torch.arange(len(key), device=key.device) // cache.page_slots
+                page_index = torch.arange(len(key), device=key.device) // cache.page_slots
                 member = torch.arange(heads // h, device=key.device)[:, None]
-                reads = readers[row, head, place] >> member & 1
+                reads = readers[row, head, page_index] >> member & 1
                 scores = scores.masked_fill(reads == 0, -torch.inf)
             if logits is not None:
                 logits.totals[i * h + head] = scores.logsumexp(-1) / math.log(2)

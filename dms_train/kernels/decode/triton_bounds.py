@@ -147,7 +147,7 @@ def select_pages(
 ) -> None:
     """Select the pages that are read, in two kernels; see `DecodeKernels.select_pages`."""
     b, all_heads, d = query.shape
-    h, places = cache.table.shape[1:]
+    h, table_width = cache.table.shape[1:]
     group, columns = all_heads // h, memory.scores.shape[-1]
     overlap = can_overlap(query.device)
     _bound_kernel[(b * h, triton.cdiv(columns, _BLOCK))](
@@ -158,7 +158,7 @@ def select_pages(
         rows,
         memory.scores,
         h,
-        places,
+        table_width,
         columns,
         MULTIPLE=wanted.multiple,
         PAGE=cache.page_slots,
@@ -183,7 +183,7 @@ def select_pages(
         memory.lengths,
         read,
         h,
-        places,
+        table_width,
         columns,
         MULTIPLE=wanted.multiple,
         PAGE=cache.page_slots,

@@ -205,8 +205,8 @@ def copy_shared_pages(
     table: Tensor, lengths: Tensor, changed: Tensor, lists: Tensor, pages: Tensor, free: FreePages
 ) -> None:
     """Copy shared pages before they change; see `DecodeKernels.copy_shared_pages`."""
-    places = table.shape[-1]
-    _own_kernel[(len(lists), triton.cdiv(places, _NEIGHBOURS))](
+    table_width = table.shape[-1]
+    _own_kernel[(len(lists), triton.cdiv(table_width, _NEIGHBOURS))](
         table,
         lengths,
         changed.contiguous().view(torch.uint8),
@@ -216,7 +216,7 @@ def copy_shared_pages(
         free.left,
         free.fault,
         free.holders,
-        places,
+        table_width,
         PAGE=pages.shape[2],
         SIZE=pages[0].numel(),
         PLACES=_NEIGHBOURS,

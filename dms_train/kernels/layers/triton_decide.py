@@ -143,11 +143,11 @@ class _Decide(torch.autograd.Function):
         blocks = triton.cdiv(s, _POSITIONS)
         z, keep = (eviction_channel.new_empty(b, g, s) for _ in range(2))
         alpha = torch.empty_like(z) if merges else None
-        parts = eviction_channel.new_empty(b, g * blocks, 3)
+        block_sums = eviction_channel.new_empty(b, g * blocks, 3)
         keys, layer, first_head = (None, 0, 0) if noise is None else noise
         first, end, tokens = _bounds(documents)
         decide_eviction[(blocks, g, b)](
-            eviction_channel.contiguous(), keys, z, alpha, keep, parts, layer, first_head,
+            eviction_channel.contiguous(), keys, z, alpha, keep, block_sums, layer, first_head,
             first, end, tokens, s, b, options.alpha_scale, options.alpha_offset, options.tau,
             WINDOW=min(options.window, s), SHIFT=min(options.governing_shift, s),
             HARD=options.alpha_in_loss == "hard_st", NOISY=noise is not None, MERGES=merges,
@@ -156,7 +156,7 @@ class _Decide(torch.autograd.Function):
         ctx.save_for_backward(z)
         ctx.options, ctx.documents, ctx.merges = options, documents, merges
         ctx.set_materialize_grads(False)
-        return alpha, keep, parts.sum(1)
+        return alpha, keep, block_sums.sum(1)
 
     @staticmethod
     def backward(

@@ -381,9 +381,9 @@ def linear_workspace(tokens: int, device: torch.device) -> LinearWorkspace:
     at most twice as many programs.
     """
     blocks = triton.cdiv(tokens, _TOKENS)
-    parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
+    partial_sums = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
     arrived = torch.zeros(_PROGRAMS * blocks, dtype=torch.int32, device=device)
-    return LinearWorkspace(parts, arrived)
+    return LinearWorkspace(partial_sums, arrived)
 
 
 def linear(

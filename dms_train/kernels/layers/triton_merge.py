@@ -210,8 +210,8 @@ def merge(
     s, b, g, d = key.shape
     alpha, weight = (x.float().permute(1, 2, 0).reshape(b * g, s) for x in (alpha, weight))
     p = _Averages.apply(alpha, weight, min(width, s))
-    found = []
+    averages = []
     for x in (key, value):
         rows = _Band.apply(x.permute(1, 2, 0, 3).reshape(b * g, s, d), p)
-        found.append(rows.view(b, g, s, d).permute(2, 0, 1, 3))
-    return found[0], found[1]
+        averages.append(rows.view(b, g, s, d).permute(2, 0, 1, 3))
+    return averages[0], averages[1]

@@ -216,10 +216,10 @@ def restrict(
         memory: For at least as many sequences; `best` and `lowest` are written.
     """
     b, vocab = logits.shape
-    overlap, order, parts = can_overlap(logits.device), Order.of(logits), parts_of(vocab)
-    constants = {"BLOCK": BLOCK, "PARTS": parts, "OVERLAP": overlap, "launch_pdl": overlap}
-    _best_kernel[(b, parts)](logits, memory.best, vocab, **constants)
-    programs = max(1, min(parts, _PROGRAMS // b))
+    overlap, order, num_parts = can_overlap(logits.device), Order.of(logits), parts_of(vocab)
+    constants = {"BLOCK": BLOCK, "PARTS": num_parts, "OVERLAP": overlap, "launch_pdl": overlap}
+    _best_kernel[(b, num_parts)](logits, memory.best, vocab, **constants)
+    programs = max(1, min(num_parts, _PROGRAMS // b))
     for weighed, limit in enumerate((limits.top_k, limits.top_p)):
         for shift in (-1, *order.shifts):
             _narrow_kernel[(b, programs)](

@@ -146,11 +146,11 @@ def sample(
     """Sample a token per sequence; see `LayerKernels.sample`."""
     b, vocab = logits.shape
     overlap, restricted = can_overlap(logits.device), memory.restricted
-    parts = parts_of(vocab)
+    num_parts = parts_of(vocab)
     if limits is not None:
         triton_restrict.restrict(logits, temperature, rows, limits, restricted)
     order = Order.of(logits)
-    _sample_kernel[(b, parts)](
+    _sample_kernel[(b, num_parts)](
         logits,
         temperature,
         keys,
@@ -167,7 +167,7 @@ def sample(
         ZERO_BITS=order.zero_bits,
         TOKEN_BITS=order.token_bits,
         BLOCK=BLOCK,
-        PARTS=parts,
+        PARTS=num_parts,
         OVERLAP=overlap,
         launch_pdl=overlap,
     )

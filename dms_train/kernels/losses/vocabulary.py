@@ -89,11 +89,11 @@ def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
     return kl, torch.stack([top_p, log_p, top_q, log_q, kl])
 
 
-def _merged(tops: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merged(tops: Tensor, exp_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (maximum, log of the sum relative to it, factor on each rank's sum)."""
     top = tops.amax(0)
     share = (tops - top).exp()
-    return top, (share * sums).sum(0).log(), share
+    return top, (share * exp_sums).sum(0).log(), share
 
 
 def divergence_gradient_(

@@ -130,9 +130,9 @@ def nothing(b: int, h: int, device: torch.device) -> PrefillState:
 
 def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
     """Return `PrefillState.slots` of lists that end with their last tokens."""
-    places = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
-    held = -places <= seen.clamp(max=window + 1)[:, None]
-    return torch.where(held[:, None], lengths[..., None] + places, -1)
+    offsets = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
+    held = -offsets <= seen.clamp(max=window + 1)[:, None]
+    return torch.where(held[:, None], lengths[..., None] + offsets, -1)
 
 
 def plan_chunk(
@@ -191,18 +191,18 @@ def state_after(chunk: PrefillChunk, state: PrefillState, window: int) -> Prefil
         evicted = F.pad(evicted, (recent, 0))
     else:
         real = real - recent
-    places = real[:, None, None] + torch.arange(recent, device=evicted.device)
-    last = evicted.gather(2, places.expand(*evicted.shape[:2], -1))
+    index = real[:, None, None] + torch.arange(recent, device=evicted.device)
+    last = evicted.gather(2, index.expand(*evicted.shape[:2], -1))
     return PrefillState(chunk.lengths, state.seen + real, last)
 
 
 def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:
     """Allocate pages for `slots` tokens of each KV list of `like` [b, h, any, d]."""
     b, h, _, d = like.shape
-    places = max(1, -(-slots // page_slots))
-    pages = like.new_empty(b * h * places, 2, page_slots, d)
-    numbers = torch.arange(b * h * places, dtype=torch.int32, device=like.device)
-    return Pages(pages, numbers.view(b, h, places))
+    num_pages = max(1, -(-slots // page_slots))
+    pages = like.new_empty(b * h * num_pages, 2, page_slots, d)
+    numbers = torch.arange(b * h * num_pages, dtype=torch.int32, device=like.device)
+    return Pages(pages, numbers.view(b, h, num_pages))
 
 
 def _check(tokens: Tokens, pages: Pages) -> None:

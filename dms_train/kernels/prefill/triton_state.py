@@ -149,14 +149,14 @@ def read_ring(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Read the recent tokens from a ring; see `PrefillKernels.read_ring`."""
     b, h, size = len(rows), lengths.shape[1], ring.shape[-1]
-    found = lengths.new_empty(b, h)
+    row_lengths = lengths.new_empty(b, h)
     evicted = torch.empty(b, h, recent, dtype=torch.bool, device=ring.device)
     slots = lengths.new_empty(b, h, recent)
     _recent_kernel[(b * h,)](
-        lengths, ring, rows, seen, found, evicted.view(torch.uint8), slots, h,
+        lengths, ring, rows, seen, row_lengths, evicted.view(torch.uint8), slots, h,
         RING=size, RECENT=recent, PADDED=triton.next_power_of_2(recent), num_warps=4,
     )  # fmt: skip
-    return found, evicted, slots
+    return row_lengths, evicted, slots
 
 
 def commit_prefill(

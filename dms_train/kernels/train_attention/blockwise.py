@@ -37,7 +37,7 @@ def dms_attention(
     """
     require_one_sample(query, cu_seqlens)
     if cu_seqlens is not None:
-        parts = [
+        outputs = [
             dms_attention(
                 query[:, where],
                 key[:, where],
@@ -48,7 +48,7 @@ def dms_attention(
             )
             for where in document_slices(cu_seqlens, query.shape[1])
         ]
-        return torch.cat(parts, 1)
+        return torch.cat(outputs, 1)
     if log_keep is None:
         return causal_attention(query, key, value, scale)
     return _with_bias(query, key, value, log_keep, window, scale)
