@@ -1,4 +1,4 @@
-"""The full-size baseline: every token keeps its slot, evicted ones are masked.
+"""Full-size baseline: every token keeps its slot, and evicted tokens are masked.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, t slots, w state width, d head size.
 """
@@ -27,10 +27,10 @@ _BLOCK = 64  # slots by which a layer grows
 
 
 class DenseCache(HostDrivenCache):
-    """Same results as `CompactCache`, same policies except those that merge; memory only grows.
+    """Cache with the results of `CompactCache`, for policies that do not merge; memory only grows.
 
     Args:
-        policy: Policy that says which tokens are masked.
+        policy: Policy that decides which tokens are masked.
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
@@ -124,7 +124,7 @@ class DenseCache(HostDrivenCache):
         self._state.assign(row, sizes)
 
     def free(self, rows: Tensor) -> None:
-        """Mark the rows as empty; memory returns when all are."""
+        """Mark the rows as empty; the memory is freed once all rows are."""
         self._state.reset(rows)
         self._used[:, rows] = 0
         self._live[:, rows] = 0
@@ -176,7 +176,7 @@ class DenseCache(HostDrivenCache):
         return Attended(output, wide.any(2).sum((2, 3)))
 
     def _stored(self, layer: int, rows: Tensor) -> Slots:
-        """Return the slots of these rows; all rows in order are not copied."""
+        """Return the slots of these rows, without a copy if they are all rows in order."""
         slots = self._slots[layer]
         assert slots.key is not None
         assert slots.value is not None
@@ -204,7 +204,7 @@ class DenseCache(HostDrivenCache):
         self._used[layer, rows] = after
 
     def _tensors(self, layer: int) -> list[Tensor]:
-        """Return all that a layer stores of its slots, each [rows, h, t, ...]."""
+        """Return all slot tensors of a layer, each [rows, h, t, ...]."""
         slots = self._slots[layer]
         assert slots.key is not None
         assert slots.value is not None
@@ -241,7 +241,7 @@ class DenseSnapshot:
         self._state = cache._state.snapshot(row)
 
     def restore(self, row: int) -> None:
-        """Copy it into an empty row."""
+        """Copy the snapshot into an empty row."""
         cache = self._cache
         for layer, content in enumerate(self._content):
             used = content[0].shape[1]
@@ -259,7 +259,7 @@ class DenseSnapshot:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None
 ) -> tuple[Tensor, Tensor]:
-    """Run `attend_slots` with the heads of a group folded into its queries, which copies no key.
+    """Run `attend_slots` with a group's heads folded into its queries, so that no key is copied.
 
     Args:
         query: [b, h * r, n, d].

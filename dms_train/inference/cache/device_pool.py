@@ -1,8 +1,8 @@
-"""Pages whose free list lies on the device, where decode kernels pop it without the host.
+"""Page pool with its free list on the device, where decode kernels pop pages without the host.
 
-All memory is taken once. The host keeps a lower bound of the free pages: it subtracts what every
-step may have popped, learns their number after each step without waiting for it, and reads it from
-the device when the bound is too low.
+All memory is taken once. The host keeps a lower bound of the number of free pages, from which it
+subtracts the pages that each step may pop. It learns the true number after each step without
+waiting, and reads it from the device only if the bound is too low.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class DevicePool:
         dtype: Dtype in which the model computes keys and values.
         device: Device of the pages.
         page_slots: Slots of one page.
-        pages: How many there are, besides page 0.
+        pages: Number of pages besides page 0.
         stored: Dtype of keys and values in the pages, if it is another one.
 
     Attributes:
-        pages: All of them, [pages + 1, 2, page_slots, head_size].
+        pages: All pages, [pages + 1, 2, page_slots, head_size].
         free: Stack of the free pages.
         page_slots: As given.
         dtype: As given.
@@ -64,7 +64,7 @@ class DevicePool:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page, with what is kept about it."""
+        """Return the bytes of one page, including its bookkeeping."""
         return self.page_slots * self.slot_bytes + 8
 
     @property
@@ -77,7 +77,7 @@ class DevicePool:
         return used
 
     def reserve(self, count: int) -> None:
-        """Have `count` free pages ready, which kernels may pop from now on.
+        """Reserve `count` free pages, which kernels may pop from now on.
 
         Raises:
             RuntimeError: A kernel found no page for a token, so that the contents of its cache are
@@ -89,13 +89,13 @@ class DevicePool:
         self._exact = False
 
     def free_pages(self, least: int) -> int:
-        """Return the pages that are free; only a lower bound if that is `least` or more."""
+        """Return the number of free pages; a lower bound is enough if it reaches `least`."""
         if self._left < least and not self._exact:
             self._read()
         return self._left
 
     def mark_stale(self) -> None:
-        """Note that a kernel has released pages; their number is not known."""
+        """Note that a kernel has released an unknown number of pages."""
         self._exact = False
 
     def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
@@ -153,7 +153,7 @@ class DevicePool:
     def _read(self) -> None:
         """Read from the device how many pages are free.
 
-        A page that all of its holders have copied in one step is found here.
+        Pages that all of their holders copied in the same step are collected here.
         """
         status = [self.free.left, self.free.fault]
         if self.sharing:
