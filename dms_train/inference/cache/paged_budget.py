@@ -1,12 +1,12 @@
-"""The paged cache for policies with a budget.
+"""Paged cache for policies with a budget.
 
-Generated tokens are stored and attended by the kernels of `PagedKVCache`. After the attention of a
-layer, one more kernel chooses the token of each KV list that leaves; the next token takes its slot.
-Inside and at the end of a prompt the policy's own hooks decide, in torch operations, and the tokens
-that stay move to the front of their KV lists.
+The kernels of `PagedKVCache` store and attend generated tokens. After the attention of a layer, one
+more kernel chooses the token of each KV list that is evicted; the next token takes its slot. Inside
+and at the end of a prompt, the policy's own hooks decide in torch operations. The tokens that stay
+then move to the front of their KV lists.
 
-Positions and scores of the slots are kept by KV list and not by page, so that KV lists that share
-pages have their own.
+Positions and scores belong to KV lists and not to pages: KV lists may share a page, but each has
+its own positions and scores.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, s slots,
 m recent queries, d head size.
@@ -62,12 +62,12 @@ _SCORES = 2**26  # numbers of them, at most
 
 
 class BudgetPagedCache(PagedKVCache):
-    """A paged cache whose KV lists keep to the budget of a policy.
+    """Paged cache whose KV lists keep to the budget of a policy.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: One whose kernel rule is a `BudgetRule`.
-        sizes: How much it can hold.
+        policy: Policy whose kernel rule is a `BudgetRule`.
+        sizes: Sizes of the cache.
     """
 
     captures_prompts = False  # the host chooses how much memory they take
@@ -111,15 +111,15 @@ class BudgetPagedCache(PagedKVCache):
         return [self._positions, self._scores, self._queries, *(self._logits or ())]
 
     def view(self, layer: int) -> PagedCache:
-        """Return one layer as the kernels see it."""
+        """Return one layer in the form that the kernels take."""
         return super().view(layer)._replace(positions=self._positions[layer])
 
     def status(self) -> list[Tensor]:
-        """Return the status of `PagedKVCache`, and rings, whose odd entries are evicted tokens."""
+        """Return the status of `PagedKVCache`, and the rings; odd entries are evicted tokens."""
         return [*super().status(), *([self._rings.view(-1)] if self._scored else [])]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the counts of `PagedKVCache`; scored tokens are evicted after they were read."""
+        """Return the counts of `PagedKVCache`; scored tokens are read before their eviction."""
         return lists[0], lists[0] - lists[1] % 2 if self._scored else lists[0]
 
     def live(self, rows: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(output, reads)
 
     def _prompts_of(self, step: AttentionStep) -> list[bool]:
-        """Return by one-token row whether the hooks decide after it, not the kernels."""
+        """Return, for each one-token row, whether hooks decide after it, not kernels."""
         if self.decodes_prompts:
             return [False] * len(step.rows)
         end = step.position[:, 0] + 1
@@ -230,7 +230,7 @@ class BudgetPagedCache(PagedKVCache):
         return output
 
     def _choice_of(self, token: Step) -> Choice | None:
-        """Return which tokens leave after a step; None for none."""
+        """Return the rule that selects the evicted token after a step; None to evict none."""
         rule = self._budget_rule
         if rule.evicts == rules.NEVER:
             return None
@@ -243,7 +243,7 @@ class BudgetPagedCache(PagedKVCache):
         return Choice(kind, *limits, _REDUCTIONS[rule.reduce], rule.together)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
-        """Compute tokens after which the policy's hooks decide."""
+        """Compute tokens, then let the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
         if self._budget_rule.evicts == rules.OLDEST:
             n = range(0, query.shape[2], _QUERIES)
@@ -264,7 +264,7 @@ class BudgetPagedCache(PagedKVCache):
     def _note(
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
     ) -> None:
-        """Keep positions of tokens that were stored after `before` [b, h], and queries."""
+        """Keep the queries, and the positions of tokens stored after the first `before` [b, h]."""
         most = int(self.lists.lengths[layer, rows].max())
         column = torch.arange(most, dtype=torch.int32, device=before.device)
         since = column - before[..., None]
@@ -282,7 +282,7 @@ class BudgetPagedCache(PagedKVCache):
             self._queries[layer][rows[b], position[b, n] % m] = newest.to(self._queries.dtype)
 
     def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
-        """Return the newest queries [b, h, m, r, d], 0 where there were fewer."""
+        """Return the newest queries [b, h, m, r, d]; 0 for missing ones."""
         m = self._recent
         if not m:
             return None
@@ -291,7 +291,7 @@ class BudgetPagedCache(PagedKVCache):
         return queries.masked_fill((at < 0)[..., None, None, None], 0).transpose(1, 2)
 
     def _evict(self, layer: int, rows: Tensor, query: Tensor, position: Tensor) -> None:
-        """Drop what the policy does not keep after a part of a prompt that is stored."""
+        """Drop the tokens that the policy evicts after a stored chunk of a prompt."""
         end = position.amax(1) + 1
         start = end - (position >= 0).sum(1)
         sequences = self._requests.sequences(
@@ -312,7 +312,7 @@ class BudgetPagedCache(PagedKVCache):
             self._fill(layer, rows, slots, keep)
 
     def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
-        """Compute a part of a prompt whose queries read what is left at their position."""
+        """Compute a chunk of a prompt in which each query reads the tokens left at its position."""
         at = arrival.position
         end = at.amax(1) + 1
         sequences = self._requests.sequences(rows, end - (at >= 0).sum(1), end)
@@ -329,7 +329,7 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(output, mask.sum((2, 3)))
 
     def _mark_oldest(self, layer: int, rows: Tensor) -> None:
-        """Mark the token of each KV list that leaves when the next one arrives."""
+        """Mark the token of each KV list that is evicted when the next one arrives."""
         position = self._stored_positions(layer, rows)
         following = position.amax((1, 2)) + 1
         limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))
@@ -369,7 +369,7 @@ class BudgetPagedCache(PagedKVCache):
         return Slots(layer, position, state, content[:, :, 0], content[:, :, 1])
 
     def _fill(self, layer: int, rows: Tensor, slots: Slots, keep: Tensor) -> None:
-        """Have KV lists hold some tokens, bool [b, h, s], in the order of their positions."""
+        """Reduce KV lists to the kept tokens, bool [b, h, s], in the order of their positions."""
         assert slots.key is not None
         assert slots.value is not None
         size, before = self.pool.page_slots, self.lists.lengths[layer, rows]
@@ -397,7 +397,7 @@ class BudgetPagedCache(PagedKVCache):
 
 
 def _largest_budget(policy: CachePolicy, layers: int, longest: int) -> int:
-    """Return the budget of a sequence whose prompt has as many tokens as a sequence may have."""
+    """Return the budget of a sequence whose prompt has the maximum length."""
     end, seed = torch.tensor([longest]), torch.zeros(1, dtype=torch.int64)
     whole = Sequences(layers, end - 1, end, prompt=end, limit=end, seed=seed, lists={})
     return int(policy.limits(whole).most)
@@ -416,7 +416,7 @@ def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
 
 
 def _part(arrival: NewTokens, start: int) -> NewTokens:
-    """Return the tokens of a prompt from `start` on that are computed at a time."""
+    """Return the next block of prompt tokens, from `start` on."""
     part = slice(start, start + _QUERIES)
     key, value = arrival.key[:, :, part], arrival.value[:, :, part]
     return NewTokens(arrival.position[:, part], key, value, None)

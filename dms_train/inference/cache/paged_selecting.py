@@ -1,8 +1,8 @@
-"""The paged cache that keeps every token; a generated token reads the pages that may matter.
+"""Paged cache that keeps every token; a generated token reads selected pages only.
 
 The append kernel keeps the lowest and highest keys of every page. Before the attention of a layer,
-two kernels bound what each query head may give to a page and choose the best pages
-(`kernels.decode.triton_bounds`); the attention reads those only. Prompts read everything.
+two kernels bound the score that each query head can give to a page, and select the best pages
+(`kernels.decode.triton_bounds`). The attention reads only these. Prompts read everything.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots of a page, d head size.
 """
@@ -34,12 +34,12 @@ _ALL = 2**30  # pages: no KV list has as many
 
 
 class SelectingPagedCache(PagedKVCache):
-    """A paged cache with bounds of its pages.
+    """Paged cache with bounds for the keys of its pages.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: One whose kernel rule is a `PageRule`; its pages are whole pages of the pool.
-        sizes: How much it can hold.
+        policy: Policy whose kernel rule is a `PageRule`; its pages are whole pages of the pool.
+        sizes: Sizes of the cache.
     """
 
     captures_prompts = False
@@ -55,10 +55,10 @@ class SelectingPagedCache(PagedKVCache):
         self._reads = torch.zeros_like(self.lists.lengths)
         self._selections: dict[int, PageSelection] = {}  # by sequences of a step
         self._wanted: PageBudget  # of the step that is computed
-        self._selection_rows: Tensor  # its sequences in a selection
+        self._selection_rows: Tensor  # index of each sequence in the step; -1 for none
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
-        """Return that nothing is evicted."""
+        """Return the rule that evicts nothing."""
         return Decisions(NEVER), 0
 
     @property
@@ -67,7 +67,7 @@ class SelectingPagedCache(PagedKVCache):
         return super().table_bytes + self._bounds.nbytes + self._reads.nbytes
 
     def view(self, layer: int) -> PagedCache:
-        """Return one layer as the kernels see it."""
+        """Return one layer in the form that the kernels take."""
         return super().view(layer)._replace(bounds=self._bounds)
 
     def status(self) -> list[Tensor]:
@@ -114,7 +114,7 @@ class SelectingPagedCache(PagedKVCache):
         return output
 
     def _plan(self, token: Step) -> None:
-        """Compute how many pages the sequences of a step read."""
+        """Compute the number of pages that each sequence of a step reads."""
         start = token.position.long()
         sequences = self._requests.sequences(token.rows, start, start + 1)
         count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)

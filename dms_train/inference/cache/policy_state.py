@@ -51,14 +51,14 @@ class PolicyState:
         self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
 
     def reset(self, rows: Tensor) -> None:
-        """Forget what is known of these rows, int64 [b]."""
+        """Forget the requests of these rows, int64 [b]."""
         self._sizes[rows] = 0
         for lists in self._lists:
             for tensor in lists.values():
                 tensor[rows] = 0
 
     def sequences(self, layer: int, rows: Tensor, position: Tensor, query: Tensor) -> Sequences:
-        """Return the sequences of a pass, with its queries among the recent ones.
+        """Return the sequences of a pass; their recent queries include those of the pass.
 
         Args:
             layer: Layer number.
@@ -136,7 +136,7 @@ class PolicyState:
         ]
 
     def restore(self, row: int, stored: list[dict[str, Tensor]]) -> None:
-        """Put copies into an empty row; its request sizes stay."""
+        """Write copies to an empty row; its request sizes do not change."""
         rows = self._sizes.new_tensor([row])
         for layer, lists in enumerate(stored):
             self.store(layer, rows, {name: tensor[None] for name, tensor in lists.items()})

@@ -26,7 +26,7 @@ def pages_of(numbers: Tensor, page_slots: int) -> Tensor:
 def attend_chosen(
     pool: PagePool, numbers: Tensor, chosen: Tensor, query: Tensor, second: SecondQuery | None
 ) -> Attended:
-    """Attend to some slots only; no others are read.
+    """Attend to some slots; other slots are not read.
 
     Args:
         pool: Pool of the slots.
