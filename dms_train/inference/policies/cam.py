@@ -1,7 +1,7 @@
 """CaM: H2O in which evicted values are added to the tokens after them (Zhang et al., 2024).
 
-"CaM: Cache Merging for Memory-efficient LLMs Inference", ICML 2024, with the mean of equation 14,
-as kvpress 0.5.5 has it; KVCache-Factory takes the maximum (A-CAM1). Keys stay as they are.
+"CaM: Cache Merging for Memory-efficient LLMs Inference", ICML 2024. The mean of equation 14 is
+taken, as in kvpress 0.5.5; KVCache-Factory takes the maximum (A-CAM1). Keys do not change.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class CaMOptions(H2OOptions):
     """Options of `cam`.
 
     Attributes:
-        targets: Kept tokens that follow an evicted one and share its value; fewer where there are
-            no more.
+        targets: Number of kept tokens after an evicted one among which its value is divided; fewer
+            if fewer follow.
         expected: Multiply by the probability of a merge instead of drawing it.
     """
 
@@ -33,14 +33,14 @@ class CaMOptions(H2OOptions):
 
 
 class CaMPolicy(H2OPolicy):
-    """An evicted token is merged with the ratio of its score to the mean score of its targets."""
+    """H2O with merges; their probability is the token's score over its targets' mean score."""
 
     needs_content = True
 
     def __init__(self, options: CaMOptions) -> None:
         super().__init__(options)
         self._targets, self._expected = options.targets, options.expected
-        # the random numbers are those of the request
+        # random numbers depend on the request
         self.shareable = self.shareable and options.expected
 
     def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
