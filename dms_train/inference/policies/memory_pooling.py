@@ -1,11 +1,10 @@
 """Fixed memory pooling: every `cr` tokens become one (DMC paper, arXiv:2403.09636).
 
-The variant of Dynamic Memory Compression without decisions: a token starts a cache entry if its
-position is a multiple of `cr`; others are averaged into the entry before them, with equal weights.
-Keys are averaged before RoPE, and the entry has the position of its newest token, as in NVIDIA's
-code of the method at d36bf8d533 (A-DMC3). A query reads the entry of its own token as far as it
-has come. Prompts are computed one token at a time, because each token changes an entry that the
-next query reads.
+This is Dynamic Memory Compression without decisions. A token starts a cache entry if its position
+is a multiple of `cr`. Other tokens are averaged into the previous entry, with equal weights. Keys
+are averaged before RoPE, and the entry has the position of its newest token, as in NVIDIA's code of
+the method at d36bf8d533 (A-DMC3). A query reads the unfinished entry of its own token. Prompts are
+computed one token at a time, because each token changes an entry that the next query reads.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class MemoryPoolingOptions:
     cr: Annotated[float | None, AtLeast(1), Below(2**31)] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield a line for no ratio, or for one that is not a whole number."""
+        """Yield an error line if there is no ratio, or if it is not a whole number."""
         if self.cr is None:
             yield "needs cr, the tokens of a cache entry"
         elif self.cr != int(self.cr):
@@ -41,7 +40,7 @@ class MemoryPoolingOptions:
 
 
 class MemoryPoolingPolicy(CachePolicy):
-    """An entry has the position of its newest token, so that it needs no state."""
+    """Memory pooling; it needs no state, because an entry has the position of its newest token."""
 
     needs_content = True
     evicts_prompt_only = False
@@ -54,12 +53,12 @@ class MemoryPoolingPolicy(CachePolicy):
         return 1
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Return the tokens that a later one of their entry takes in."""
+        """Return the tokens that a later token of their entry replaces."""
         position = slots.position[:, :, None, :]
         return (position < at[:, None, :, None]) & ((position + 1) % self._size != 0)
 
     def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
-        """Average the open entry and the token that arrives."""
+        """Average the open entry and the arriving token."""
         sequences = slots.sequences
         assert sequences is not None
         assert sequences.frequency is not None
