@@ -2,9 +2,10 @@
 
 A graph holds whole steps: the layers, the logits and the next token of every sequence. The next
 step reads the tokens without the host. Graphs are captured at the start for every batch size that
-is a power of two, with one step and with a burst of steps, with and without top-k, top-p and min-p.
-Unused entries of a batch have row -1, which the kernels skip. The graphs stay valid, because the
-cache never moves. In Triton's interpreter, on a CPU, the same steps run without graphs.
+is a power of two. Each size has a graph of one step and one of a burst, with and without top-k,
+top-p and min-p. Unused entries of a batch have row -1, which the kernels skip. The graphs stay
+valid, because the cache never moves. In Triton's interpreter, on a CPU, the same steps run without
+graphs.
 
 Shape letters: b sequences of a step, k steps of a burst.
 """
@@ -121,7 +122,7 @@ class DecodeGraphs:
         self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
         self._memory = self._kernels.sample_workspace(max(sizes), cache.device)
-        # kept here, because a graph does not keep its memory alive
+        # kept, because a graph does not keep its memory alive
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
         self._recorder, self._copies = None, None
@@ -246,10 +247,10 @@ class _Layers:
 
 
 class _Recorder:
-    """Captures steps as graphs whose intermediate results share memory.
+    """Recorder of steps as graphs whose intermediate results share memory.
 
-    Graphs are replayed one after the other, and none reads intermediate results of another. torch
-    gives memory of a pool to captures on one stream only.
+    Graphs are replayed one after the other, and none reads intermediate results of another. In
+    torch, a memory pool serves the captures of one stream only.
     """
 
     def __init__(self, device: torch.device) -> None:

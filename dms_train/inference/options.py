@@ -23,7 +23,7 @@ _COUNTS = (
     "page_slots",
     "slab_pages",
 )
-# options of vLLM that users may try, each with what this engine does instead
+# options of vLLM that users may try, each with the behaviour of this engine
 NOT_SUPPORTED = {
     "quantization": "weights are not quantised; they run as float32, bfloat16 or float16",
     "tensor_parallel_size": "the engine runs on one device",
@@ -61,8 +61,8 @@ class EngineOptions:
     """Options of an engine.
 
     Attributes:
-        policy: Name of the cache policy, which decides which tokens the cache keeps; `auto` is the
-            policy that the model was trained for.
+        policy: Name of the cache policy, which selects the tokens that the cache keeps. `auto` is
+            the policy that the model was trained for.
         policy_options: Options of the policy, by name.
         cache: `compact` frees evicted tokens; `dense` only masks them, as a full-size baseline.
         max_num_seqs: Sequences in the cache at the same time.

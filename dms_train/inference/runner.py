@@ -296,7 +296,7 @@ class ModelRunner:
         return generated >= 0 or (generated == -1 and self._decodes_prompts)
 
     def _steps_to_eviction(self, sequence: Sequence) -> int:
-        """Return the number of generated tokens before the next one after which the hooks evict."""
+        """Return the number of tokens to generate before the next one that triggers the hooks."""
         assert self._eviction_interval is not None
         generated = sequence.num_computed_tokens - sequence.prompt_end
         return self._eviction_interval - 1 - generated % self._eviction_interval

@@ -145,7 +145,7 @@ class IncrementalDetokenizer:
         known = len(head.rstrip(_REPLACEMENT))
         dropped = not head and whole.startswith(
             _REPLACEMENT
-        )  # the known tokens were a space, and are no more
+        )  # the known tokens were a space that has disappeared
         if dropped or head[:known] != whole[:known]:  # a wrong byte after those of `head`
             return head, self._tokenizer.decode(self._pending)
         while known < len(head) and whole.startswith(_REPLACEMENT, known):

@@ -47,7 +47,7 @@ class AttentionStep(NamedTuple):
         sin: Likewise.
         position: int64 [b, n]; -1 for padding.
         rows: Cache rows of the sequences, int64 [b], all different.
-        spec: Spec of a model that borrows channels of its heads; None for any other.
+        spec: Spec of a model with eviction channels in its heads; None for any other.
         adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
             called only where decisions are read.
         lengths: Tokens of each sequence without padding; None if there is none.
@@ -87,7 +87,7 @@ class AttentionStep(NamedTuple):
         return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
 
     def rotated(self) -> tuple[Tensor, NewTokens]:
-        """Apply RoPE and clear the borrowed channels, for caches that store rotated keys.
+        """Apply RoPE and clear the eviction channels, for caches that store rotated keys.
 
         Returns:
             Query [b, g * r, n, d], and the arriving tokens.

@@ -1,6 +1,6 @@
 """Tokens of a forward pass: flat for the layers, by sequence for the cache.
 
-Shape letters: t tokens of a pass, b sequences of a micro-batch, n their most tokens.
+Shape letters: t tokens of a pass, b sequences of a micro-batch, n most tokens of one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class MicroBatch(NamedTuple):
         rows: Cache rows, int64 [b], all different.
         position: int64 [b, n]; -1 for padding after a sequence.
         tokens: Range of their tokens in the flat order.
-        source: int64 [b, n], index among these tokens; None if there is no padding.
+        source: int64 [b, n], index among the tokens of the micro-batch; None if there is no
+            padding.
         target: int64 [tokens], index in b * n of each token; None if there is no padding.
         lengths: Tokens of each sequence; None if there is no padding.
         begins: Whether the cache is known to be empty for these sequences.
@@ -52,7 +53,7 @@ class MicroBatch(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """Tokens of a pass, which follow the tokens in the cache.
+    """Tokens of a pass; they follow the tokens in the cache.
 
     Attributes:
         tokens: int64 [t].

@@ -18,7 +18,7 @@ from dms_train.inference.models.decoder import Decoder
 from dms_train.method.base import MethodSpec
 from dms_train.observe.log import logger
 
-# Merged products, and the tensors of Hugging Face's files that they consist of.
+# Merged weights, and the tensors of Hugging Face's files from which they are concatenated.
 _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),

@@ -320,7 +320,7 @@ class CachePolicy:
         return None
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """Return the slots that decoding queries [b, h, r, d] read, bool [b, h, r, s]; None: all."""
+        """Return the slots read by decoding queries [b, h, r, d]: bool [b, h, r, s]; None for all."""
         return None
 
 
