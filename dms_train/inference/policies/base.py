@@ -320,7 +320,10 @@ class CachePolicy:
         return None
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """Return the slots read by decoding queries [b, h, r, d]: bool [b, h, r, s]; None for all."""
+        """Return the slots that queries [b, h, r, d] of one decoded token read, bool [b, h, r, s].
+
+        None, the default, reads all slots.
+        """
         return None
 
 

@@ -1,6 +1,6 @@
 """Decode attention over compact pages in plain loops and float64.
 
-Implementation of `dispatch.PagedAttention` on any device, and truth for the tests of the kernels.
+Implementation of `dispatch.PagedAttention` on any device, and reference for tests of the kernels.
 `choose` is the reference of the kernel with that name.
 """
 
@@ -49,7 +49,7 @@ def append(
 ) -> Tensor:
     """Evict the token that leaves the window if it is marked, then store one token.
 
-    As `PagedAttention.append`, but a new result is float64.
+    Works like `PagedAttention.append`, except that a new result is float64.
     """
     b, heads, d = step.query.shape
     h = step.key.shape[1]
@@ -95,7 +95,7 @@ def _claim(
         row: Cache row.
         head: KV head.
         token: Position of the arriving token, and its decision.
-        rule: How it decides.
+        rule: Source of the decisions.
     """
     (t, marked), ring, length = token, cache.ring[row, head], int(cache.lengths[row, head])
     size, evicts, slot = len(ring), False, length
@@ -179,7 +179,8 @@ def _fit_exponent(page: Tensor, exponent: Tensor, wide: Tensor, *, fresh: bool) 
     """Raise a page's exponent until `wide` [d] fits, shifting what is stored; in place.
 
     Values are kept at or below 256 of e4m3's 448. A page starts, and is raised, with one power of
-    two to spare, so that raises are rare; they are exact except for values that fall below 2**-6.
+    two to spare, so that raises are rare. A raise is exact, except for values that fall below
+    2**-6.
     """
     peak = wide.abs().max()
     need = min(max(int(torch.frexp(peak)[1]) - 8, -100), 100) if peak > 0 else -100
@@ -214,7 +215,7 @@ def attend(
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v over the live slots.
 
-    As `PagedAttention.attend`, but a new result is float64.
+    Works like `PagedAttention.attend`, except that a new result is float64.
     """
     b, heads, d = query.shape
     h = cache.lengths.shape[1]

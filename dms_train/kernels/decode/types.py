@@ -134,7 +134,7 @@ class Decisions(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Rule that selects the token that a KV list evicts after a step; the latest of equal scores.
+    """Rule that selects the token to evict after a step; of equal scores, the latest token.
 
     Attributes:
         kind: SUMMED evicts the lowest sum of attention received, if there are more than `limit`
