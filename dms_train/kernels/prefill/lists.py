@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Tokens between two positions of a chunk at which the number of kept tokens before it is known.
+# Distance of the edges of a chunk. At an edge, the number of kept tokens before it is known.
 EDGE = 64
 
 

@@ -1,9 +1,9 @@
 """Attention of long prompts with hard decisions over the kept tokens only.
 
 A query reads every key in its window and the kept keys before it. For a block of queries, all keys
-that left the window of its first query are old, so it reads its KV head's list of kept tokens
-without a mask and needs positions and decisions for the last window only. The lists are written
-into pages and are the cache: a prompt may come in chunks, each of which extends the lists.
+outside the window of its first query are old. The block reads its KV head's list of old kept tokens
+without a mask. It needs positions and decisions for the last window only. The lists are written
+into pages and are the cache: a prompt may come in chunks, and each chunk extends the lists.
 
     chunk = plan_chunk(evicted, state, window)  # how long each list becomes
     ...                                         # allocate pages for chunk.lengths
@@ -76,8 +76,9 @@ def extend(
         scale: Factor on the scores, above 0.
 
     Returns:
-        [b, h * r, n, d]; 0 for queries before the first token or with nothing to read.
-        Outputs after the last token are unspecified, and finite if keys and values there are.
+        [b, h * r, n, d]; 0 for queries before the first token or without a key to read. Outputs
+        after the last token are unspecified; they are finite if the keys and values there are
+        finite.
 
     Raises:
         KernelError: Head counts or dtypes do not fit together.
@@ -90,13 +91,13 @@ class PrefillState(NamedTuple):
     """State of one layer's prompts between chunks, besides the pages.
 
     Attributes:
-        lengths: int32 [b, h], slots in use. Among them are the last `window` + 1 tokens, or all if
-            there are fewer.
+        lengths: int32 [b, h], slots in use. They include the last `window` + 1 tokens, or all
+            tokens if there are fewer.
         seen: int32 [b], tokens so far.
         evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
-            end; what is not decided yet is False.
-        slots: int32, of that shape: where the last `window` + 1 tokens lie, -1 for other tokens.
-            None if they are the last of their lists in their order, as a chunk leaves them.
+            end; False for undecided tokens.
+        slots: int32 of the same shape, slots of the last `window` + 1 tokens, -1 for other tokens.
+            None if these tokens are the last of their lists, in order, as after a chunk.
     """
 
     lengths: Tensor

@@ -1,7 +1,7 @@
-"""Copies pages of KV lists between FP8 and the dtype in which prompts are computed.
+"""Copies of KV lists between FP8 pages and pages in the dtype of prompts.
 
-The rule of FP8 pages is that of `kernels.decode.types`: keys and values of a page each have a power
-of two that brings them below 256, with one to spare, so that a later token seldom raises it.
+FP8 pages follow `kernels.decode.types`: a power of two scales the keys of a page below 256, and
+another one its values. One power is to spare, so that a later token seldom raises it.
 
 Shape letters: k KV lists, p pages of a full KV list, s slots, d head size.
 """

@@ -1,7 +1,7 @@
 """State of a paged cache before and after a chunk of prompts.
 
-One program handles one KV list, or some of its pages. Torch would need a dozen small operations
-for each of these functions.
+One program handles one KV list, or some of its pages. Each of these functions would be a dozen
+small operations in torch.
 
 Shape letters: b sequences, h KV heads, r cache rows, k recent tokens that a chunk includes,
 s tokens of a chunk with the recent ones before it, p pages of the longest list, w window.
@@ -86,7 +86,7 @@ def _changed_kernel(
     length_ptr, slot_ptr, changed_ptr, places,
     RECENT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Mark pages of a KV list that hold a recent token, or that follow the older tokens."""
+    """Mark the pages of a KV list with a recent token, and the pages after the older tokens."""
     kv_list = tl.program_id(0)
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     found = tl.zeros([PLACES], tl.int32)
@@ -119,7 +119,7 @@ def _gaps_kernel(
     cut = tl.load(length_ptr + kv_list) - gone  # length afterwards
     hole = (slot >= 0) & (slot < cut)
     if tl.max(hole.to(tl.int32), 0) > 0:
-        # as many tokens move as there are holes: both, in order, from the front
+        # the number of moved tokens equals the number of holes; both are taken in order
         number = tl.cumsum(hole.to(tl.int32), 0) - 1
         source = tl.zeros([PADDED], tl.int32)
         moved = tl.zeros([1], tl.int32)
@@ -211,5 +211,5 @@ def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
 
 
 def _width(height: int) -> int:
-    """Columns of a block with so many rows."""
+    """Return the number of columns of a block with this many rows."""
     return min(16, max(2, _PAIRS // height))
