@@ -63,7 +63,7 @@ def dms_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Operators below, called without torch's dispatcher, whose host overhead exceeds theirs."""
+    """Run the operators below without torch's dispatcher; its host overhead exceeds theirs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -210,7 +210,7 @@ def _problem(
 
 
 def _document_bounds(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """First position and end of every position's document, int32 [length]."""
+    """Return first position and end of every position's document, int32 [length]."""
     bounds = cu_seqlens.int()
     document = document_of(cu_seqlens, length)
     return bounds[document], bounds[document + 1]
@@ -302,7 +302,7 @@ def _exact_dq(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: AttentionShape
 ) -> Tensor:
     t = p.plan.forward
-    stages = min(t.stages, 2)  # it holds more tiles at a time than the forward pass
+    stages = min(t.stages, 2)  # the kernel holds more tiles at a time than the forward pass
     dq = _writable(q)
     gradients.query_gradient[(triton.cdiv(p.s, t.block_m) * p.b * p.hq,)](
         _descriptor(q, t.block_m, p.width),

@@ -1,4 +1,4 @@
-"""Launches the kernels for Hopper; `triton_attention` decides when."""
+"""Launchers of the kernels for Hopper; `triton_attention` decides when to use them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dms_train.kernels.train_attention.triton_shape import (
 )
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-# Registers of a thread while twelve warps start; those that compute take more afterwards.
+# Registers of a thread while twelve warps start; computing warps take more afterwards.
 _REGISTERS = 168
 
 
@@ -64,7 +64,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Atten
 def backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v [b, s, h, d] and of log_keep [b, hk, s]."""
+    """Return the gradients of q, k, v [b, s, h, d] and of log_keep [b, hk, s]."""
     t, per_program = p.plan.backward, heads_per_program(p)
     num_groups = p.hq // per_program
     dq_sums = q.new_zeros(p.b, p.hq, p.padded, p.d, dtype=torch.float32)
