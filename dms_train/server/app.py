@@ -43,9 +43,7 @@ from dms_train.server.worker import EngineThread
 
 T = TypeVar("T")
 _BODY_SECONDS = 30.0
-_READ_ON = (
-    4  # multiple of the limit that is read, because few clients read an answer while they send
-)
+_READ_ON = 4  # multiple of the limit that is read: few clients read an answer while they send
 _PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css")} | {
     "/page.js": ("page.js", "text/javascript")
 }
