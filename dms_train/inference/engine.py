@@ -74,7 +74,7 @@ class InferenceEngine:
         self._requests: dict[str, Request] = {}
         self._launched: list[Launched] = []  # in launch order; their tokens are still on the device
         self.decoded_steps = 0
-        self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
+        self._advanced: list[Sequence] = []  # their outputs have not been returned yet
 
     @property
     def longest(self) -> int:
@@ -180,7 +180,7 @@ class InferenceEngine:
         return request.request_id
 
     def open_conversation(self) -> str:
-        """Open a request whose prompts come with `add_turn`; return its id.
+        """Open a request; `add_turn` adds its prompts. Return its id.
 
         Its cache is kept from turn to turn until `abort`. If another request needs the memory, the
         cache is freed and computed again at the next turn.

@@ -169,7 +169,8 @@ class SamplingParams:
             in the prompt and the generated text.
         logit_bias: Amounts added to the logits, by token id.
         logprobs: Number of the most likely tokens to return at each position, with their
-            log-probabilities. 0 returns the log-probability of the chosen token only, None nothing.
+            log-probabilities. 0 returns the log-probability of the chosen token only. None returns
+            nothing.
         prompt_logprobs: The same for the tokens of the prompt, except the first one. Such tokens
             are always computed, never taken from a snapshot.
         seed: Seed of the random numbers; None draws one. The same seed gives the same tokens in

@@ -91,7 +91,7 @@ class Sequence(SequenceState):
 
     @property
     def shareable(self) -> list[int]:
-        """First tokens, which a snapshot may provide, and one more token, which is computed.
+        """First tokens that a snapshot may provide, followed by one token to compute.
 
         Tokens with requested logits are computed, because snapshots hold no logits.
         """

@@ -25,7 +25,7 @@ from dms_train.server.errors import ApiError
 Positions = list[list[list[int]]]  # [layers][KV heads][live tokens]
 MOST_FAILURES = 5  # number of failed steps after which the engine counts as broken
 _BROKEN = "the engine is broken; the server is shutting down, see its log"
-_PROOF_STEPS = 3  # that return tokens, in a row, after which the engine counts as working
+_PROOF_STEPS = 3  # steps in a row with tokens after which the engine counts as working
 _PAUSE_SECONDS = 0.1  # pause after a failed step; twice as long after each further one in a row
 
 

@@ -23,7 +23,7 @@ class Attended(NamedTuple):
 
 
 class HostDrivenCache:
-    """Defaults of a cache whose steps the host drives one by one."""
+    """Defaults of a cache that the host drives step by step."""
 
     capturable: None = None
 

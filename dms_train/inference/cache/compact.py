@@ -121,8 +121,8 @@ class CompactCache(HostDrivenCache):
     def most_copies(self, row: int, tokens: int) -> int:
         """Return the most shared pages of a row that its next tokens change.
 
-        A decode step changes the state of the token that it stores and of at most one other, unless
-        the policy scores or merges all tokens.
+        A decode step changes the stored token and the state of at most one other token. If the
+        policy scores or merges tokens, all states may change.
         """
         if not self.pool.allocator.sharing:
             return 0

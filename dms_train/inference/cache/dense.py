@@ -30,7 +30,7 @@ class DenseCache(HostDrivenCache):
     """Cache with the results of `CompactCache`, for policies that do not merge; memory only grows.
 
     Args:
-        policy: Policy that decides which tokens are masked.
+        policy: Policy; the tokens that it evicts are masked.
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.

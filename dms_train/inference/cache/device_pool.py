@@ -1,8 +1,8 @@
 """Page pool with its free list on the device, where decode kernels pop pages without the host.
 
-All memory is taken once. The host keeps a lower bound of the number of free pages, from which it
-subtracts the pages that each step may pop. It learns the true number after each step without
-waiting, and reads it from the device only if the bound is too low.
+All memory is taken once. The host keeps a lower bound of the number of free pages, and lowers it by
+the pages that each step may pop. It learns the true number after each step without waiting, and
+reads it from the device only if the bound is too low.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DevicePool:
         page_slots: As given.
         dtype: As given.
         max_pages: Pages that can be allocated.
-        peak_pages: Most pages in use, as far as the host has asked.
+        peak_pages: Most pages in use at the times when the host has read their number.
         slot_bytes: Bytes of one slot.
         sharing: Whether any page may have several holders.
         reserved: Pages that were reserved or taken since the beginning.

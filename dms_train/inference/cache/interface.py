@@ -261,7 +261,7 @@ class KVCache(Protocol):
 
 
 class CapturableCache(KVCache, Protocol):
-    """KV cache on the device, whose decode steps run without the host.
+    """KV cache on the device; its decode steps run without the host.
 
     Memory never moves, so that captured steps stay valid. The host reserves pages before it
     launches steps, and learns later from `status` how many they have taken.

@@ -106,7 +106,7 @@ class PagedKVCache:
         self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
-        """Return the rule by which tokens that leave the window are evicted, and the window."""
+        """Return the eviction rule for tokens that leave the window, and the window."""
         assert isinstance(rule, rules.WindowRule)
         return Decisions(_SOURCES[rule.evicts], shift=rule.shift), rule.window
 

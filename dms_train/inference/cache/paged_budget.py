@@ -57,8 +57,8 @@ from dms_train.kernels.decode.types import (
 from dms_train.method.base import MethodSpec
 
 _REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
-_QUERIES = 512  # of a prompt whose scores are held at a time
-_SCORES = 2**26  # numbers of them, at most
+_QUERIES = 512  # queries of a prompt that are scored at a time
+_SCORES = 2**26  # most scores in memory at a time
 
 
 class BudgetPagedCache(PagedKVCache):
@@ -90,7 +90,7 @@ class BudgetPagedCache(PagedKVCache):
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_index: tuple[Tensor, Tensor]  # of the step that is computed
         self._choice: Choice | None = None  # of the step that is computed
-        self._inside = [False]  # its sequences whose prompts decide
+        self._inside = [False]  # for each sequence of the step, whether the hooks decide
         self._logits: SlotLogits | None = None
         if self._scored:
             most = min(slots, _largest_budget(policy, layers, sizes.longest) + 1)

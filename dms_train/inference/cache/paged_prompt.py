@@ -116,7 +116,7 @@ def commit_prefill(
     """Write the last tokens of a chunk to the ring, and count the slots that its queries read.
 
     Args:
-        chunk: The chunk, whose tokens are stored.
+        chunk: The chunk; its tokens are already stored.
         before: State before it.
         ring: int32 [r, h, w + 1]; updated, unless there are no decisions.
         rows: int64 [b].

@@ -1,7 +1,7 @@
 """Paged cache that keeps every token; a generated token reads selected pages only.
 
 The append kernel keeps the lowest and highest keys of every page. Before the attention of a layer,
-two kernels bound the score that each query head can give to a page, and select the best pages
+two kernels bound the scores of the pages for each query head, and select the best pages
 (`kernels.decode.triton_bounds`). The attention reads only these. Prompts read everything.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots of a page, d head size.
@@ -30,7 +30,7 @@ from dms_train.kernels.decode.types import (
     Step,
 )
 
-_ALL = 2**30  # pages: no KV list has as many
+_ALL = 2**30  # number of pages above that of any KV list
 
 
 class SelectingPagedCache(PagedKVCache):

@@ -12,7 +12,7 @@ from dms_train.inference.cache.page_tables import PageTables
 
 
 class PagedSnapshot:
-    """Snapshot that shares the pages of a row and copies the tensors that describe them.
+    """Snapshot that shares the pages of a row and copies the row's tensors.
 
     Args:
         lists: KV lists of the cache.

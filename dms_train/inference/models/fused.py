@@ -101,7 +101,7 @@ class FusedDecoder:
             last: int64 [cache rows], newest token of each row.
 
         Returns:
-            [m, vocab], overwritten by the next step of as many sequences.
+            [m, vocab], overwritten by the next step of the same number of sequences.
         """
         decoder, kernels = self._decoder, self._kernels
         m = len(inputs.tokens)

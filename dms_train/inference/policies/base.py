@@ -13,9 +13,9 @@ One forward pass of a layer calls, in this order:
 1. `on_store`: stored and arriving tokens get their state; arriving ones are identified by position.
 2. Unscored policies and a single token: `evict_mask` and `merge`, then the kept tokens and the
    arriving one are stored; `select` may restrict what is read; attention.
-   Otherwise: attention over stored and arriving tokens, masked with `evict_mask` at every query
-   (scored policies see all of them), then `observe` if scored, `evict_mask` at the newest token and
-   `merge`, then the kept tokens are stored.
+   Otherwise: attention over stored and arriving tokens. `evict_mask` masks them at every query;
+   scored policies see all of them and then call `observe`. `evict_mask` at the newest token and
+   `merge` follow. Then the kept tokens are stored.
 
 After the last layer of a pass that ends prompts, `balance` may set the policy's tensors of all
 layers; `evict_mask` and `merge` are then asked once more for each layer of these sequences, with
@@ -52,8 +52,8 @@ class RequestSizes(NamedTuple):
     """Sizes of a request, known before it runs.
 
     Attributes:
-        prompt: Tokens of its prompt, those of earlier turns included.
-        limit: Most tokens of the sequence, generated ones included.
+        prompt: Number of tokens of its prompt, earlier turns included.
+        limit: Most tokens of the sequence, including generated ones.
         seed: Seed of its random numbers.
     """
 

@@ -1,9 +1,10 @@
 """Top-p sets of derived scores, calibrated to the attention (Hard-KV, appendix D).
 
 Scores derived from attention are sharper or flatter than the attention itself. A threshold p
-therefore takes fewer or more tokens. Calibration counts the tokens that the attention needs for p,
-and finds the temperature at which as many top scores have the same mass. The order of the scores
-stays. The symbols of problem 1 are lost in the available text; this is an interpretation.
+therefore takes fewer or more tokens. Calibration counts the tokens that the attention needs to
+reach p. It then finds the temperature at which the same number of top scores has the same mass. The
+order of the scores stays. The symbols of problem 1 are lost in the available text; this is an
+interpretation.
 
 Shape letters: m queries, s tokens; "..." are KV lists.
 """
@@ -21,7 +22,7 @@ _ROUNDING = 1e-6  # of sums of probabilities
 
 
 def top_p(logits: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fewest largest probabilities whose sum reaches p.
+    """Return the smallest set of largest probabilities with a sum of at least p.
 
     Args:
         logits: [..., m, s]; of equal logits, the first one ranks higher.

@@ -1,7 +1,7 @@
 """D2O: budgets by layer, and evicted tokens merged into similar ones (Wan et al., 2024).
 
-arXiv:2406.13035. At the end of a prompt, layers share the budget: layers with evenly spread
-attention get more than layers in which few tokens receive most of it. In each layer the first
+arXiv:2406.13035. At the end of a prompt, the layers share the budget. A layer gets more if its
+attention is spread evenly, and less if few tokens receive most of it. In each layer the first
 tokens, the newest tokens and the most attended tokens stay, as with H2O. An evicted token is merged
 into the kept one with the most similar key, unless it is less similar than a moving threshold. The
 symbols of the equations are lost in the available text; the weights are a reconstruction (A-D2O1).

@@ -23,9 +23,9 @@ class EveryStepOptions(BudgetOptions):
     """Options of a policy that evicts by attention received.
 
     Attributes:
-        prefill: `stream` computes the tokens of the budget with full attention, then the rest of
-            the prompt one token at a time within the budget (DMS paper, appendix F.1). `dense`
-            computes the whole prompt with full attention and evicts at its end.
+        prefill: `stream` computes the tokens of the budget with full attention. It then computes
+            the rest of the prompt one token at a time, within the budget (DMS paper, appendix F.1).
+            `dense` computes the whole prompt with full attention and evicts at its end.
     """
 
     prefill: Annotated[str, OneOf(STREAM, DENSE)] = STREAM

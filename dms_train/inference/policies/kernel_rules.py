@@ -59,7 +59,8 @@ class MergeRule:
         channel: Eviction channel of query and key heads; -1 is the last one.
         scale: Factor on the activation of the key, which decides.
         offset: Subtracted from the scaled activation; a positive result merges.
-        importance_offset: Added to the mean activation of the queries, whose sigmoid is the weight.
+        importance_offset: Added to the mean activation of the queries; the sigmoid of the sum is
+            the weight.
         smallest: Added to the weight.
         uniform: Whether all tokens have the weight 1 instead.
     """
@@ -83,8 +84,8 @@ class BudgetRule:
     of KV lists. After any other generated token the kernels evict one token or none.
 
     Attributes:
-        evicts: Token that the kernels evict from a KV list beyond its `limits`: NEVER any, the
-            OLDEST unprotected token, or the token with the LEAST score.
+        evicts: Token that the kernels evict from a KV list that exceeds its `limits`: with NEVER
+            none, with OLDEST the oldest unprotected one, with LEAST the one with the lowest score.
         score: Score for LEAST, stored as the policy's state, one number. COLUMN_SUMS is the
             attention that a token has received so far, NEWEST_WEIGHTS the attention of the newest
             query.

@@ -1,8 +1,8 @@
 """RoCo: evict the least attended token of steady attention (Ren and Zhu, 2024, arXiv:2402.06262).
 
 A token's score is the mean attention that it has received since it entered the cache. The newest
-tokens stay, and so do those whose attention varies most, regardless of their score. The D2O paper
-only names the method; sizes are choices of this project (A-ROCO1).
+tokens stay. The tokens with the most varying attention stay too, regardless of their score. The D2O
+paper only names the method; sizes are choices of this project (A-ROCO1).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class StreamingLLMPolicy(CachePolicy):
         return (at[:, None, :, None] - position >= last) & (position >= first)
 
     def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
-        """Return the first tokens, moved by as many positions as tokens are missing after them."""
+        """Return the first tokens, moved by the number of evicted tokens after them."""
         if not self._moves:
             return None
         position = slots.position[:, 0, None]  # equal for all KV heads

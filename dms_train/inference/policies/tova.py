@@ -1,7 +1,7 @@
 """TOVA: evict the token that the newest query attends least (Oren et al., 2024, arXiv:2401.06104).
 
 With `scope=layer`, as in the authors' code at 9c7d09b, the score is the mean over all query heads
-of a layer, and all KV heads evict the same positions. With `scope=group`, the score is the mean
+of a layer. All KV heads then evict the same positions. With `scope=group`, the score is the mean
 over the query heads of each KV head. The DMS paper does not say which it uses (A-TOVA1).
 """
 
@@ -33,7 +33,7 @@ class TOVAOptions(EveryStepOptions):
     """Options of `tova`.
 
     Attributes:
-        scope: Query heads whose mean is the score.
+        scope: Query heads over which the score is averaged.
         protect_last: Keep the newest token regardless of its score.
     """
 

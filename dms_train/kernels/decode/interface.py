@@ -48,9 +48,8 @@ class PagedAttention(Protocol):
     ) -> Tensor:
         """Evict the token that leaves the window if it is marked, then store one token.
 
-        The cache is updated in place: pages, table, lengths, ring, and exponents, positions and
-        bounds where it has them. A token that finds no page is not stored and sets
-        `cache.free.fault`.
+        The cache is updated in place: pages, table, lengths and ring; exponents, positions and
+        bounds if it has them. A token that finds no page is not stored and sets `cache.free.fault`.
 
         Args:
             step: One token per sequence.

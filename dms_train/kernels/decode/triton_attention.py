@@ -90,8 +90,8 @@ def _share(
     """Return this program's part of all tiles; with OVERLAP, wait for the previous kernel.
 
     Returns:
-        The program's first tile and end, the KV list of the first tile, the first tile of that KV
-        list, the number of tiles and the number of programs with tiles.
+        First tile and end of the program; KV list of the first tile, and the first tile of that
+        list; number of tiles; number of programs with tiles.
     """
     kv_list = tl.arange(0, KV_LISTS)
     inside = kv_list < kv_lists

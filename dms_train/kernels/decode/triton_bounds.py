@@ -1,8 +1,8 @@
 """Selection of pages by the lowest and highest keys of each (Quest, arXiv:2406.10774).
 
 One kernel computes the bound of every page for every query head, the other selects the best pages.
-The result is a page table for `triton_attention`: the pages read by any head of a query group, and
-for each page the heads that read it.
+The result is a page table for `triton_attention`. It lists the pages read by any head of a query
+group, and for each page the heads that read it.
 
 A page here is `multiple` neighbouring pages of the cache; slots are in the order of positions.
 

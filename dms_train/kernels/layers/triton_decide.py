@@ -1,7 +1,7 @@
 """From the eviction channel to log(1 - alpha) by key and eviction statistics, one kernel each way.
 
 The kernels compute the same as the plain operations of `mcore`: logits, counter-based noise,
-relaxation, alignment to keys, and the slots that the hard decisions take. Noise has the same bits
+relaxation, alignment to keys, and the slots taken by hard decisions. Noise has the same bits
 everywhere.
 
 Shape letters: s positions, b samples, g KV heads.

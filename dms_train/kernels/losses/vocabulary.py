@@ -2,7 +2,7 @@
 
 Logits are [rows, width], one row per position. A rank holds a shard of the vocabulary; the first
 `columns` columns count and the others are padding. A loss takes three steps. The first computes
-statistics of the rank's own columns, the second merges the statistics of all ranks, and the third
+statistics of the rank's own columns. The second merges the statistics of all ranks. The third
 writes the gradient over the logits. A logit may be -inf in both models.
 """
 

@@ -102,7 +102,7 @@ class PrefillKernels(Protocol):
         """Write the last tokens of a chunk to the ring, and count the slots that it has read.
 
         Args:
-            chunk: The chunk, whose lists end with its last tokens.
+            chunk: The chunk; its lists end with its last tokens.
             lengths: int32 [b, h], before the chunk.
             seen: int32 [b], tokens before the chunk.
             recent: Number of these tokens that the chunk includes.

@@ -103,8 +103,8 @@ def attend_backward(
     """Compute the gradients of one tile of keys from per_program query heads.
 
     dk and dv are [b, h / per_program, s, d], d_log_keep is float32 [b, h / per_program, s]. With
-    DQ, the kernel adds to dq, float32 [b, h, SIZE, padded] without the factor `scale`, through
-    dq_desc (BULK) or its address. ends is int32 [s], the end of each key's document.
+    DQ, the kernel adds to dq, float32 [b, h, SIZE, padded] without the factor `scale`. It writes
+    through dq_desc (BULK) or the address. ends is int32 [s], the end of each key's document.
     """
     kv_heads = n_heads // group
     members = group // per_program

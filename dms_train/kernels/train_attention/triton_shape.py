@@ -98,7 +98,7 @@ class Saved(NamedTuple):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """View x [b, s, h, d] as [b, h, s, d] whose rows can be copied 16 bytes at a time."""
+    """View x [b, s, h, d] as [b, h, s, d], with rows that can be copied 16 bytes at a time."""
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     strides = x.stride()[:-1]
