@@ -14,7 +14,7 @@ from dms_train.hf.json_files import read_json
 from dms_train.hf.tokenizer_files import TOKENIZER_CONFIG, read_chat_tokenizer
 from dms_train.inference.errors import InferenceError
 
-_LOOPS = "jinja2.ext.loopcontrols"  # of transformers' environment
+_LOOPS = "jinja2.ext.loopcontrols"  # enabled in transformers' environment
 _NO_TEMPLATE = "the model has no chat template; use LLM.generate or /v1/completions"
 
 

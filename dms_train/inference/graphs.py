@@ -77,7 +77,7 @@ class LaunchedBurst:
     def wait(self) -> BurstStatus:
         """Wait for the steps and return their results."""
         status = self._status.wait().numpy()
-        end = 2 + math.prod(self._shape)  # of the lists, which follow free pages and fault
+        end = 2 + math.prod(self._shape)  # end of the lists, which follow free pages and fault
         lists = status[:, 2:end].reshape(-1, *self._shape).copy()
         tokens = status[:, end:].copy().view(np.int64)[:, : self._sequences]
         left, fault = status[-1, :2].tolist()

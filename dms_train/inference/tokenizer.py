@@ -13,7 +13,7 @@ from dms_train.inference.errors import InferenceError
 
 _CONTEXT = 32  # last tokens of the prompt that are decoded with the first generated token
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of SentencePiece's byte fallback
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # byte token of SentencePiece's byte fallback
 
 
 def _byte_level() -> dict[str, int]:

@@ -34,7 +34,7 @@ class AnswerShape(Protocol):
 
 class _Shape:
     prefix = ""
-    names = ("", "")  # of a whole answer and of a chunk
+    names = ("", "")  # object names of a whole answer and of a chunk
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer | None) -> None:
         self._id, self._model = f"{self.prefix}-{request_id}", model

@@ -42,7 +42,7 @@ class Connection(H11Protocol):
         self._sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Start the timer of the first request."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # `pause_writing` as soon as any data is left
         self._limit_arrival()
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
             self._close_idle()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Receive a part of a request."""
         super().data_received(data)
         self._limit_arrival()
 

@@ -29,8 +29,8 @@ class PageAllocator:
             raise ValueError(f"slab_pages={slab_pages}: at least 1")
         self.slab_pages = slab_pages
         self.max_slabs: int | None = None
-        self._free: dict[int, list[int]] = {}  # by open slab
-        self._holders: dict[int, int] = {}  # by page in use
+        self._free: dict[int, list[int]] = {}  # key: number of an open slab
+        self._holders: dict[int, int] = {}  # key: page in use
         self._shares = 0  # holders beyond the first, all pages together
         self._fillable: list[int] = []  # heap of slabs; entries may be out of date
         self._closed: list[int] = []  # heap of slab numbers to open again

@@ -147,11 +147,11 @@ class CompactCache(HostDrivenCache):
         return by_layer
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._state.assign(row, sizes)
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         self._state.reset(rows)
         for layer, table in enumerate(self._tables):
             pages = table[rows]

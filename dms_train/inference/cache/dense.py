@@ -120,7 +120,7 @@ class DenseCache(HostDrivenCache):
         return by_layer
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._state.assign(row, sizes)
 
     def free(self, rows: Tensor) -> None:

@@ -95,11 +95,11 @@ class DevicePool:
         return self._left
 
     def mark_stale(self) -> None:
-        """Note that a kernel has released an unknown number of pages."""
+        """Mark the free count as a lower bound, because a kernel has released pages."""
         self._exact = False
 
     def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
-        """Note how many pages were free after an earlier step.
+        """Update the number of free pages from an earlier step.
 
         Args:
             left: Free pages on the device then.
@@ -128,7 +128,7 @@ class DevicePool:
         return self.free.numbers[at]
 
     def share(self, pages: Tensor, more: Tensor) -> None:
-        """Note more holders of pages.
+        """Add holders to pages.
 
         Args:
             pages: int32 [count].
@@ -138,7 +138,7 @@ class DevicePool:
         self._holders.index_add_(0, pages, more)
 
     def _push(self, pages: Tensor) -> None:
-        """Put pages without a holder on the stack."""
+        """Push pages without a holder to the stack."""
         left = self.free.left + torch.arange(len(pages), device=self.device)
         self.free.numbers[left] = pages
         self._holders[pages] = 1

@@ -1,4 +1,4 @@
-"""The interface between a model and a cache.
+"""Interface between a model and a cache.
 
 Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d head size.
 """
@@ -264,7 +264,7 @@ class CapturableCache(KVCache, Protocol):
     """KV cache on the device; its decode steps run without the host.
 
     Memory never moves, so that captured steps stay valid. The host reserves pages before it
-    launches steps, and learns later from `status` how many they have taken.
+    launches steps, and later reads from `status` how many pages they took.
 
     Attributes:
         captures_prompts: Whether chunks of prompts can be captured as CUDA graphs too.

@@ -1,4 +1,4 @@
-"""The KV lists of a paged cache: page tables and lengths that kernels change on the device.
+"""KV lists of a paged cache: page tables and lengths that kernels change on the device.
 
 Shape letters: b sequences, h KV heads, p pages of a full KV list, n KV lists.
 """
@@ -103,16 +103,16 @@ class PageTables:
         return self.tables[layer, rows]
 
     def release(self, lists: Tensor, lengths: Tensor) -> None:
-        """Set the lengths of lists, int32 [n], and give back the pages after them."""
+        """Set the lengths of lists, int32 [n], and release the pages after them."""
         self._release(self.tables.flatten(0, 2), self.lengths.view(-1), lengths, lists)
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         lists = self._numbers[:, rows].flatten()
         self.release(lists, self._nothing[: len(lists)])
 
     def free_copies(self, tables: Tensor, lengths: Tensor) -> None:
-        """Give back all pages of the lists of a snapshot.
+        """Release all pages of the lists of a snapshot.
 
         Args:
             tables: int32 [n, p].

@@ -96,14 +96,14 @@ class PagedKVCache:
         max_pages = -(-sizes.longest // pool.page_slots)
         self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=max_pages)
         self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
-        self._exponents: Tensor | None = None  # of FP8 pages
+        self._exponents: Tensor | None = None  # None unless pages hold FP8
         self._wide: WidePages | None = None
         if pool.pages.dtype == FP8:
             self._exponents = torch.zeros(*kv_lists, max_pages, 2, dtype=torch.int8).to(pool.device)
             self._wide = WidePages(pool.pages, heads=heads, places=max_pages, dtype=pool.dtype)
         self._recording = False
         self._reserves = True  # pages, in each step
-        self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
+        self._memory: dict[int, AttentionWorkspace] = {}  # key: sequences of a step
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
         """Return the eviction rule for tokens that leave the window, and the window."""
@@ -131,7 +131,7 @@ class PagedKVCache:
         return self.pool.reserved
 
     def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
-        """Note how many pages were free after an earlier step, as the pool's method does."""
+        """Update the number of free pages from an earlier step; see `DevicePool`."""
         self.pool.sync_free_count(left, fault, reserved)
 
     @property
@@ -217,11 +217,11 @@ class PagedKVCache:
         return None
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         self.lists.free(rows)
 
     def note_empty(self, row: int) -> None:
-        """Note that a freed row shares no pages."""
+        """Record that a freed row shares no pages."""
         self.lists.shared_pages[row] = 0
 
     def step(self, layer: int, step: AttentionStep) -> Attended:

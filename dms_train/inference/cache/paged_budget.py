@@ -88,8 +88,8 @@ class BudgetPagedCache(PagedKVCache):
         self._recent = policy.recent_queries
         shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
-        self._query_index: tuple[Tensor, Tensor]  # of the step that is computed
-        self._choice: Choice | None = None  # of the step that is computed
+        self._query_index: tuple[Tensor, Tensor]  # belongs to the current step
+        self._choice: Choice | None = None  # belongs to the current step
         self._inside = [False]  # for each sequence of the step, whether the hooks decide
         self._logits: SlotLogits | None = None
         if self._scored:
@@ -147,7 +147,7 @@ class BudgetPagedCache(PagedKVCache):
         return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._requests.assign(row, sizes)
         if self._budget_rule.evicts == rules.OLDEST and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
@@ -156,7 +156,7 @@ class BudgetPagedCache(PagedKVCache):
                 self._mark_oldest(layer, rows)
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         super().free(rows)
         self._rings[:, rows] = 0
 

@@ -92,7 +92,7 @@ class MergingPagedCache(PagedKVCache):
         size, rows = stored[0].shape[3], step.rows
         start = torch.where(step.position >= 0, step.position, torch.iinfo(torch.int64).max).amin(1)
         index = torch.arange(size, device=rows.device)
-        number = start[:, None] - size + index  # of the tokens before the chunk
+        number = start[:, None] - size + index  # tokens before the chunk
         lists = {
             name: x[layer, rows[:, None], :, number % size].transpose(1, 2)
             for name, x in zip(names, stored, strict=True)

@@ -53,8 +53,8 @@ class SelectingPagedCache(PagedKVCache):
         size = (len(pool.pages), 2, pool.pages.shape[-1])
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
         self._reads = torch.zeros_like(self.lists.lengths)
-        self._selections: dict[int, PageSelection] = {}  # by sequences of a step
-        self._wanted: PageBudget  # of the step that is computed
+        self._selections: dict[int, PageSelection] = {}  # key: sequences of a step
+        self._wanted: PageBudget  # belongs to the current step
         self._selection_rows: Tensor  # index of each sequence in the step; -1 for none
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
@@ -81,7 +81,7 @@ class SelectingPagedCache(PagedKVCache):
         return torch.cat([whole, some], -3), lists[0]
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._requests.assign(row, sizes)
 
     def _read(self, layer: int) -> Tensor:

@@ -47,7 +47,7 @@ class PolicyState:
         return sum(tensor.nbytes for lists in self._lists for tensor in lists.values())
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
 
     def reset(self, rows: Tensor) -> None:

@@ -28,7 +28,7 @@ class RowRequests:
         self._sizes = self._sizes.to(device)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row."""
+        """Store the sizes of the request, or turn, that takes a row."""
         self._sizes[row] = sent(list(sizes), self._sizes.device)
 
     def sequences(

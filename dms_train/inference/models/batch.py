@@ -106,7 +106,7 @@ def _micro_batch_slices(lengths: Integers) -> list[slice]:
     single, end = int((lengths == 1).sum()), len(lengths)
     slices = []
     while end > single:
-        tokens = lengths[single:end][::-1].cumsum()  # of the last one, the last two, ...
+        tokens = lengths[single:end][::-1].cumsum()  # sums over the last one, the last two, ...
         fits = lengths[end - 1] * np.arange(1, len(tokens) + 1) <= 2 * tokens
         begin = end - int(fits.sum())
         slices.append(slice(begin, end))

@@ -24,9 +24,9 @@ from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.kernels.layers.types import EmbeddingTables, LinearWorkspace, NormedInput
 
-_SEQUENCES = 64  # of a program of a product
-_SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
-_CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or H200
+_SEQUENCES = 64  # most sequences of a program
+_SHARED_BYTES = 192 * 2**10  # largest program; an H100 has 227 KiB
+_CACHED_BYTES = 16 * 2**20  # weights that stay in the L2 cache of an H100 or H200
 
 
 def can_fuse(decoder: Decoder, sequences: int) -> bool:

@@ -24,7 +24,7 @@ _MERGED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_ADAPTER = "dms_proj_alpha"  # in the names of the weights of NVIDIA's adapter variant
+_ADAPTER = "dms_proj_alpha"  # name part of weights in NVIDIA's adapter variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

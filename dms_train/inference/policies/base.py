@@ -1,4 +1,4 @@
-"""The interface of cache policies: which tokens are evicted and when, merged, and read.
+"""Interface of cache policies, which decide about eviction, merging and reading of tokens.
 
 A cache passes its slots to the policy and does not depend on the method. Everything is vectorised
 over sequences, KV heads and slots. The cache owns the state of every slot and of every KV list
@@ -205,7 +205,7 @@ class PositionShift(NamedTuple):
 
 
 class CachePolicy:
-    """A compression method. Inherit from it to get default hooks that do nothing.
+    """Compression method. Subclasses inherit default hooks that do nothing.
 
     Attributes:
         state_width: float32 numbers kept with each slot.
@@ -354,7 +354,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """A policy that can be chosen by name.
+    """Policy that can be selected by name.
 
     Attributes:
         options: A frozen dataclass. Its fields are bool, int, float or str, each optionally None,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 GRADIENT, BINARY = "gradient", "binary"
 _LOWEST, _HIGHEST = 1e-3, 10.0  # temperatures
-_START, _RATE, _STEPS, _CLOSE = 0.5, 1e-2, 50, 1e-2  # of Adam, which stops at an error of _CLOSE
+_START, _RATE, _STEPS, _CLOSE = 0.5, 1e-2, 50, 1e-2  # Adam stops at an error of _CLOSE
 _HALVINGS = 40
-_ROUNDING = 1e-6  # of sums of probabilities
+_ROUNDING = 1e-6  # rounding error of sums of probabilities
 
 
 def top_p(logits: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,7 +39,7 @@ class DMSPolicy(CachePolicy):
         real = arrival.position >= 0
         start = real.int().argmax(1, keepdim=True)  # [b, 1]
         base = arrival.position.gather(1, start) - start  # position of the first column
-        column = slots.position + self.shift - base[:, :, None]  # of the governing token
+        column = slots.position + self.shift - base[:, :, None]  # column of the governing token
         last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
         inside = (column >= start[:, :, None]) & (column <= last[:, :, None])
         governed = inside & (slots.position >= 0) & real.any(1)[:, None, None]

@@ -98,7 +98,7 @@ def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tenso
         cosine = key[:, :, start : start + _ROWS] @ key.transpose(-1, -2)
         cosine.diagonal(offset=start, dim1=-2, dim2=-1).zero_()
         repeated = torch.where((cosine > threshold) & held[:, :, None], position, -1)
-        latest, dropped = repeated.max(-1)  # of the columns of each row
+        latest, dropped = repeated.max(-1)  # newest repeated key of each row
         left = cosine.scatter(-1, torch.where(latest < 0, first, dropped)[..., None], 0)
         if fix_empty_rows:
             left = torch.where((latest < 0)[..., None], cosine, left)

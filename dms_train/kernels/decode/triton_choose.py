@@ -28,7 +28,7 @@ from dms_train.kernels.launch import can_overlap
 
 _OLDEST, _SUMMED = tl.constexpr(OLDEST), tl.constexpr(SUMMED)
 _MAXIMUM, _MEAN = tl.constexpr(MAXIMUM), tl.constexpr(MEAN)
-_SCORES = 2**13  # that a program holds at a time
+_SCORES = 2**13  # scores that a program holds at a time
 
 
 @triton.jit

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 32  # of a program that adds tokens
+_TOKENS = 32  # tokens of a program that adds tokens
 _WEIGHTS = 128  # tokens of a program that makes weights
-_TINY = tl.constexpr(1.1754943508222875e-38)  # of float32
+_TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 
 
 @triton.jit

@@ -228,7 +228,7 @@ def _consume(
         recent = gl.cdiv(gl.minimum((block + 1) * (2 * HALF) + s - n, s) - base, BLOCK_N)
         full = count // BLOCK_N
         to = out + b.to(gl.int64) * o_strides[0] + (h * group + r) * o_strides[1]
-        # of the next job, early enough to hide the latency
+        # the next job is read early, which hides the latency
         number = _announced(jobs_pipe, round + 1)
         b, h, r, block, next_base, next_count = _job(
             number, jobs, order, edges, sizes, 2 * HALF, EDGE

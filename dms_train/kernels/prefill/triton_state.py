@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dms_train.kernels.prefill.lists import Pages, PrefillChunk
 
-_TOKENS = 128  # of a chunk, counted at a time
+_TOKENS = 128  # tokens of a chunk that are counted at a time
 _PLACES = 64  # pages of a program
 _PAIRS = 2**13  # numbers compared or moved at a time
 
