@@ -61,8 +61,8 @@ class EngineOptions:
     """Options of an engine.
 
     Attributes:
-        policy: Name of the cache policy, which selects the tokens that the cache keeps. `auto` is
-            the policy that the model was trained for.
+        policy: Name of the cache policy, which selects the kept tokens. `auto` is the policy that
+            the model was trained for.
         policy_options: Options of the policy, by name.
         cache: `compact` frees evicted tokens; `dense` only masks them, as a full-size baseline.
         max_num_seqs: Sequences in the cache at the same time.

@@ -132,8 +132,8 @@ class EngineThread:
         Args:
             ticket: Receives the outputs.
             prompt: See `InferenceEngine.add_request`.
-            params: Likewise.
-            priority: Likewise.
+            params: See `InferenceEngine.add_request`.
+            priority: See `InferenceEngine.add_request`.
             seconds: Time limit of the request.
 
         Raises:

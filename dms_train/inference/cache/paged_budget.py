@@ -151,7 +151,7 @@ class BudgetPagedCache(PagedKVCache):
         self._requests.assign(row, sizes)
         if self._budget_rule.evicts == rules.OLDEST and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
-            # another budget may keep what was to leave
+            # another budget may keep the marked token
             for layer in range(len(self.lists.lengths)):
                 self._mark_oldest(layer, rows)
 

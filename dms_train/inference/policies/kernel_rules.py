@@ -84,8 +84,9 @@ class BudgetRule:
     of KV lists. After any other generated token the kernels evict one token or none.
 
     Attributes:
-        evicts: Token that the kernels evict from a KV list that exceeds its `limits`: with NEVER
-            none, with OLDEST the oldest unprotected one, with LEAST the one with the lowest score.
+        evicts: Token that the kernels evict from a KV list that exceeds its `limits`. With NEVER,
+            there is none. With OLDEST, it is the oldest unprotected token. With LEAST, it is the
+            token with the lowest score.
         score: Score for LEAST, stored as the policy's state, one number. COLUMN_SUMS is the
             attention that a token has received so far, NEWEST_WEIGHTS the attention of the newest
             query.

@@ -29,8 +29,8 @@ class ScoreOptions(BudgetOptions):
 
     Attributes:
         interval: Number of generated tokens between two evictions; None keeps all of them.
-        block: Evict after every `block` tokens of a prompt as well, so that its later tokens read
-            what is left; None computes the prompt with full attention.
+        block: Evict after every `block` tokens of a prompt as well; its later tokens then read the
+            kept tokens only. None computes the prompt with full attention.
         decode_only: Evict nothing from prompts; needs an interval.
     """
 

@@ -286,7 +286,7 @@ def choose(
 def _chosen(
     choice: Choice, i: int, time: int, score: list[float], position: list[int]
 ) -> int | None:
-    """Return the slot of the token that leaves the KV list of sequence `i`."""
+    """Return the slot of the token to evict from the KV list of sequence `i`."""
     limit, recent = int(choice.limit[i]), int(choice.recent[i])
     held = range(len(score))
     if choice.kind == OLDEST:

@@ -109,7 +109,7 @@ def _gaps_kernel(
     RECENT: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     TAILS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Move the last tokens of a KV list into slots of tokens that leave it."""
+    """Move the last tokens of a KV list into the slots of evicted tokens."""
     kv_list = tl.program_id(0)
     table_ptr += kv_list.to(tl.int64) * places
     place = tl.arange(0, PADDED)
@@ -193,12 +193,12 @@ def changed_pages(lengths: Tensor, slots: Tensor, places: int, page_slots: int) 
 
 
 def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
-    """Move the last tokens of each list into the slots of those that leave it.
+    """Move the last tokens of each list into the slots of evicted tokens.
 
     Args:
         pages: Pages of the lists; tokens are moved in place.
         lengths: int32 [b, h], before.
-        leaving: int32 [b, h, k], slots of tokens that leave, all different, -1 for none.
+        leaving: int32 [b, h, k], slots of evicted tokens, all different, -1 for none.
     """
     b, h, recent = leaving.shape
     padded = triton.next_power_of_2(recent)
