@@ -117,7 +117,7 @@ class HardKVPolicy(CachePolicy):
         return torch.where(selects[..., None, None], fresh, slots.state)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Return the tokens with the fewest votes, where the upper budget is exceeded."""
+        """Return tokens without votes, or with the fewest, where the upper budget is exceeded."""
         sequences = slots.sequences
         assert sequences is not None
         budget = self._options.tokens(sequences)
