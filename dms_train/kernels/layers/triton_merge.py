@@ -170,7 +170,7 @@ class _Band(torch.autograd.Function):
 
 
 class _Averages(torch.autograd.Function):
-    """Differentiable float32 weights of the tokens in every state, [rows, s, width]."""
+    """Differentiable weights of tokens in states, float32 [rows, s, width] from [rows, s] each."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, weight: Tensor, width: int) -> Tensor:
