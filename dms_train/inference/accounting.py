@@ -203,7 +203,7 @@ class Meter:
         """Reset reads and peaks at the start of a request or turn.
 
         Args:
-            traced: Keep the cost at each generated token.
+            traced: True to keep the cost at each generated token.
         """
         self.cached_tokens = 0
         self._decode_reads = self._prefill_reads = 0  # over all KV lists
@@ -305,7 +305,7 @@ class Meter:
 
 
 class TotalMeter:
-    """Counter of the cost of all requests of an engine; its memory does not grow with them."""
+    """Counter of the cost of all requests of an engine, in constant memory."""
 
     def __init__(self, cache: KVCache, rows: Tensor) -> None:
         self._cache, self._rows = cache, rows

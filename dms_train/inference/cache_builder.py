@@ -36,8 +36,8 @@ _CACHES: dict[type, type[PagedKVCache]] = {
     PageRule: SelectingPagedCache,
 }
 _HOST_BYTES = 2**30  # size of a pool on the CPU; its pages take memory at their first write
-_LOGITS = 4  # most copies of the logits, in float32, that sampling takes
-_GRAPHS = 4  # most copies of the logits of all sequences that captured steps hold
+_LOGITS = 4  # most float32 copies of the logits in sampling
+_GRAPHS = 4  # most copies of all sequences' logits in captured steps
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
@@ -90,7 +90,7 @@ def _slabs(
     longest = longest_sequence(model.architecture, options)
 
     def total(slabs: int) -> int:
-        """Return the bytes if one sequence fills all slabs; it sets the length of all rows."""
+        """Return the bytes of the slabs, and of policy state for sequences that fill all slabs."""
         slots = slabs * pool.slab_bytes // pool.slot_bytes
         entries = -(-min(longest, -(-slots // kv_lists)) // tokens) if tokens else 1
         return slabs * pool.slab_bytes + options.max_num_seqs * row_bytes * entries

@@ -14,7 +14,7 @@ from dms_train.hf.json_files import read_json
 from dms_train.hf.tokenizer_files import TOKENIZER_CONFIG, read_chat_tokenizer
 from dms_train.inference.errors import InferenceError
 
-_LOOPS = "jinja2.ext.loopcontrols"  # of transformers' environment
+_LOOPS = "jinja2.ext.loopcontrols"  # enabled in transformers' environment
 _NO_TEMPLATE = "the model has no chat template; use LLM.generate or /v1/completions"
 
 
@@ -48,7 +48,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text that the model continues as the assistant.
+        """Render messages as the text that the model continues as the assistant.
 
         The role `developer` becomes `system` if the template does not name it.
 
@@ -121,10 +121,10 @@ class ChatTemplate:
 
     @cached_property
     def _variables(self) -> set[str]:
-        """Variables that the template reads, except those that it only sets."""
+        """Variables that the template reads and does not only set."""
         from jinja2 import Environment, TemplateSyntaxError, meta
 
-        # remove a tag of transformers that jinja2 does not know; it marks the assistant's text
+        # jinja2 does not know this tag of transformers, which marks the assistant's text
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._source)
         try:
             return meta.find_undeclared_variables(Environment(extensions=[_LOOPS]).parse(source))
@@ -133,7 +133,7 @@ class ChatTemplate:
 
 
 def _has_template(directory: Path) -> bool:
-    """Return True if one of the files that may hold a template does."""
+    """Return True if the directory has a file with a template."""
     if any((directory / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     config = directory / TOKENIZER_CONFIG

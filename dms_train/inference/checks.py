@@ -43,7 +43,7 @@ def integer(name: str, value: Any, allowed: Range) -> int:
 
 
 def number(name: str, value: Any, allowed: Range) -> float:
-    """Return a value of any real type as a Python float; see `integer`."""
+    """Return a value of any real type as a Python float; arguments as in `integer`."""
     real = isinstance(value, Real) and not isinstance(value, bool)
     try:
         plain = float(value) if real else math.nan

@@ -85,9 +85,9 @@ class PackedInputs:
         """
         count = FIELDS if limits is None else LIMITED_FIELDS
         fields = np.empty((len(tokens), count, tokens.shape[1]), np.int64)
-        parts = (tokens, position, rows, keys, temperature, *(limits or ()))
-        for number, part in enumerate(parts):
-            fields[:, number] = part.view(np.int64)
+        arrays = (tokens, position, rows, keys, temperature, *(limits or ()))
+        for number, array in enumerate(arrays):
+            fields[:, number] = array.view(np.int64)
         return cls(fields)
 
     @property

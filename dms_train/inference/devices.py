@@ -110,7 +110,7 @@ def launches_on(device: str) -> Iterator[None]:
 def launches(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """Decorate a method that launches kernels, so that it runs on its owner's device."""
+    """Decorate a method that launches kernels: run it on its owner's device."""
 
     @wraps(method)
     def launched(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -29,15 +29,15 @@ from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
 
 
 class InferenceEngine:
-    """Continues requests, one step at a time.
+    """Engine that continues requests, one step at a time.
 
     Requests wait, in the order of priority and arrival, until they fit into the cache. From then
     on, a request takes part in every step until it finishes or is aborted. If the cache is full,
     the most recent requests are preempted and computed again later; their tokens stay the same.
 
     Args:
-        model: Directory or hub id (local cache only), of a family in `families`, dense or exported
-            with DMS; or a loaded model, which has no tokenizer here.
+        model: Directory or hub id (local cache only) of a model in `families`, dense or exported
+            with DMS. A loaded model is accepted too; it then has no tokenizer.
         options: Options of the engine.
 
     Attributes:
@@ -74,7 +74,7 @@ class InferenceEngine:
         self._requests: dict[str, Request] = {}
         self._launched: list[Launched] = []  # in launch order; their tokens are still on the device
         self.decoded_steps = 0
-        self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
+        self._advanced: list[Sequence] = []  # their outputs have not been returned yet
 
     @property
     def longest(self) -> int:
@@ -180,7 +180,7 @@ class InferenceEngine:
         return request.request_id
 
     def open_conversation(self) -> str:
-        """Open a request whose prompts come with `add_turn`; return its id.
+        """Open a request; `add_turn` adds its prompts. Return its id.
 
         Its cache is kept from turn to turn until `abort`. If another request needs the memory, the
         cache is freed and computed again at the next turn.
@@ -225,8 +225,8 @@ class InferenceEngine:
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Compute one token of every decoding sequence, and parts of prompts within the limits.
 
-        A step decodes up to `decode_steps` tokens of each sequence if all requests are returned
-        only when they have finished, keep no cache, and are sampled on the device.
+        A step decodes up to `decode_steps` tokens of each sequence. This needs requests that are
+        returned only when they have finished, keep no cache, and are sampled on the device.
 
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
@@ -397,7 +397,7 @@ class InferenceEngine:
         return all(self._requests[s.request_id].allows_bursts for s in taking_part)
 
     def _outputs(self, sequences: list[Sequence]) -> list[RequestOutput]:
-        """Return the outputs of sequences that have advanced, and free those that have ended."""
+        """Return the outputs of advanced sequences, and free sequences that have ended."""
         ended = [sequence for sequence in sequences if sequence.status is FINISHED]
         for sequence in ended:
             sequence.text.finish()
@@ -414,7 +414,7 @@ class InferenceEngine:
         return outputs
 
     def _give_up(self, plan: Schedule[Sequence], others: list[Sequence]) -> None:
-        """Abort the requests of a step that has failed, and those of `others`."""
+        """Abort the requests of a failed step and of `others`."""
         launched, self._launched = self._launched, []
         computed = [sequence for sequence, _ in plan.batch]
         failed = [*computed, *plan.admitted, *plan.ended, *others]

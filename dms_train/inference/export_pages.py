@@ -164,9 +164,11 @@ class ExportPages(PagedKVCache):
         self._widen(real.shape[1])
         one = real.shape[1] == 1
         with torch.cuda.device_of(query):  # where Triton launches
-            done = (self._attend_one if one else self._attend_prompt)(rows, query, arrival, real)
+            attended = (self._attend_one if one else self._attend_prompt)(
+                rows, query, arrival, real
+            )
         self._seen += real.sum(1)
-        return done._replace(output=torch.where(real[:, None, :, None], done.output, 0))
+        return attended._replace(output=torch.where(real[:, None, :, None], attended.output, 0))
 
     def taken(self, rows: Tensor) -> ExportPages:
         """Copy rows, int64 [b], which may repeat, into a new cache on the same pool."""
@@ -185,10 +187,10 @@ class ExportPages(PagedKVCache):
     def _widen(self, tokens: int) -> None:
         """Widen the page tables for `tokens` more tokens of each sequence."""
         self._most += tokens
-        places = self.lists.tables.shape[-1]
-        if self._most > places * self.pool.page_slots:
+        num_pages = self.lists.tables.shape[-1]
+        if self._most > num_pages * self.pool.page_slots:
             wanted = (self._most + self._most // 4) // self.pool.page_slots + 1
-            self.lists.tables = F.pad(self.lists.tables, (0, wanted - places))
+            self.lists.tables = F.pad(self.lists.tables, (0, wanted - num_pages))
 
     def _attend_one(
         self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
@@ -227,11 +229,11 @@ class ExportPages(PagedKVCache):
         )
         pages = len(some) * arrival.key.shape[1] * self._pages_of(real.shape[1])
         chunk = Chunk(rows[some], _columns(query[some], order), moved, pages)
-        done = self._prefill(0, chunk)
+        attended = self._prefill(0, chunk)
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        output[some] = _columns(done.output, order.argsort(1))
+        output[some] = _columns(attended.output, order.argsort(1))
         reads = torch.zeros(arrival.key.shape[:2], dtype=torch.int64, device=real.device)
-        reads[some] = done.reads
+        reads[some] = attended.reads
         return Attended(output, reads)
 
 

@@ -12,7 +12,7 @@ from dms_train.inference.llm import LLM
 
 
 def load_export(path: str | Path, **options: Any) -> LLM:
-    """Load an export with the compact cache, which frees the tokens that the model evicts.
+    """Load an export with the compact cache, which frees evicted tokens.
 
     Exports of every format are supported. A dense model is refused instead of being run without
     compression; use `LLM` for it. The engine of this package computes the model and does not run

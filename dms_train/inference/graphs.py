@@ -2,9 +2,10 @@
 
 A graph holds whole steps: the layers, the logits and the next token of every sequence. The next
 step reads the tokens without the host. Graphs are captured at the start for every batch size that
-is a power of two, with one step and with a burst of steps, with and without top-k, top-p and min-p.
-Unused entries of a batch have row -1, which the kernels skip. The graphs stay valid, because the
-cache never moves. In Triton's interpreter, on a CPU, the same steps run without graphs.
+is a power of two. Each size has a graph of one step and one of a burst, with and without top-k,
+top-p and min-p. Unused entries of a batch have row -1, which the kernels skip. The graphs stay
+valid, because the cache never moves. In Triton's interpreter, on a CPU, the same steps run without
+graphs.
 
 Shape letters: b sequences of a step, k steps of a burst.
 """
@@ -76,7 +77,7 @@ class LaunchedBurst:
     def wait(self) -> BurstStatus:
         """Wait for the steps and return their results."""
         status = self._status.wait().numpy()
-        end = 2 + math.prod(self._shape)  # of the lists, which follow free pages and fault
+        end = 2 + math.prod(self._shape)  # end of the lists, which follow free pages and fault
         lists = status[:, 2:end].reshape(-1, *self._shape).copy()
         tokens = status[:, end:].copy().view(np.int64)[:, : self._sequences]
         left, fault = status[-1, :2].tolist()
@@ -121,7 +122,7 @@ class DecodeGraphs:
         self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
         self._memory = self._kernels.sample_workspace(max(sizes), cache.device)
-        # kept here, because a graph does not keep its memory alive
+        # kept, because a graph does not keep its memory alive
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
         self._recorder, self._copies = None, None
@@ -194,8 +195,8 @@ class DecodeGraphs:
         sent[:, ROWS] = -1
         inputs, tokens = sent.to(device), torch.zeros(size, dtype=torch.int64, device=device)
         layers = self._fused if can_fuse(self._decoder, size) else self._layers
-        parts = [*self._cache.status(), tokens.view(torch.int32)]
-        received = torch.zeros(count, sum(map(len, parts)), dtype=torch.int32)
+        status = [*self._cache.status(), tokens.view(torch.int32)]
+        received = torch.zeros(count, sum(map(len, status)), dtype=torch.int32)
         if device.type == "cuda":
             sent, received = sent.pin_memory(), received.pin_memory()
 
@@ -215,7 +216,7 @@ class DecodeGraphs:
                     memory=memory,
                     limits=fields.limits,
                 )
-                kernels.report_status(parts, received[number])
+                kernels.report_status(status, received[number])
 
         replay = steps if self._recorder is None else self._recorder.graph(steps)
         return _Captured(replay, sent, inputs, received, steps)
@@ -246,10 +247,10 @@ class _Layers:
 
 
 class _Recorder:
-    """Captures steps as graphs whose intermediate results share memory.
+    """Recorder of steps as graphs whose intermediate results share memory.
 
-    Graphs are replayed one after the other, and none reads intermediate results of another. torch
-    gives memory of a pool to captures on one stream only.
+    Graphs are replayed one after the other, and none reads intermediate results of another. In
+    torch, a memory pool serves the captures of one stream only.
     """
 
     def __init__(self, device: torch.device) -> None:

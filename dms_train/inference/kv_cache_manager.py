@@ -32,7 +32,7 @@ class KVCacheManager:
         self._rows = torch.arange(options.max_num_seqs, device=options.device)
         self._shared = options.enable_prefix_caching and cache.policy.shareable
         self._prefixes = PrefixCache(options.max_num_seqs)
-        self._admitted: dict[int, Sequence] = {}  # by batch slot
+        self._admitted: dict[int, Sequence] = {}  # key: batch slot
 
     def free_pages(self, least: int) -> float:
         """Return the number of pages that neither a batch slot nor a snapshot holds."""

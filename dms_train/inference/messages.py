@@ -1,7 +1,7 @@
-"""Chat messages as in OpenAI's API, checked and reduced to what a chat template reads.
+"""Chat messages as in OpenAI's API, checked and reduced to the fields of a chat template.
 
-A field that is null or empty counts as absent, so that clients can send an answer back in the next
-turn. A field that is not supported and would change the result is refused.
+A null or empty field counts as absent, so that clients can send an answer back in the next turn. An
+unsupported field that would change the result is refused.
 """
 
 from __future__ import annotations

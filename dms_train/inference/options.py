@@ -23,7 +23,7 @@ _COUNTS = (
     "page_slots",
     "slab_pages",
 )
-# options of vLLM that users may try, each with what this engine does instead
+# options of vLLM that users may try, each with the behaviour of this engine
 NOT_SUPPORTED = {
     "quantization": "weights are not quantised; they run as float32, bfloat16 or float16",
     "tensor_parallel_size": "the engine runs on one device",
@@ -61,8 +61,8 @@ class EngineOptions:
     """Options of an engine.
 
     Attributes:
-        policy: Name of the cache policy, which decides which tokens the cache keeps; `auto` is the
-            policy that the model was trained for.
+        policy: Name of the cache policy, which selects the kept tokens. `auto` is the policy that
+            the model was trained for.
         policy_options: Options of the policy, by name.
         cache: `compact` frees evicted tokens; `dense` only masks them, as a full-size baseline.
         max_num_seqs: Sequences in the cache at the same time.
@@ -169,7 +169,8 @@ class SamplingParams:
             in the prompt and the generated text.
         logit_bias: Amounts added to the logits, by token id.
         logprobs: Number of the most likely tokens to return at each position, with their
-            log-probabilities. 0 returns the log-probability of the chosen token only, None nothing.
+            log-probabilities. 0 returns the log-probability of the chosen token only. None returns
+            nothing.
         prompt_logprobs: The same for the tokens of the prompt, except the first one. Such tokens
             are always computed, never taken from a snapshot.
         seed: Seed of the random numbers; None draws one. The same seed gives the same tokens in

@@ -19,7 +19,7 @@ _SHORTEST = 16  # least tokens of a common prefix that is worth a snapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A snapshot.
+    """Snapshot of the cache and its tokens.
 
     Attributes:
         tokens: Tokens that the snapshot covers.

@@ -190,7 +190,7 @@ class PromptGraphs:
 
 
 def _split(numbers: list[int], most: int) -> Iterator[list[int]]:
-    """Split into lists whose lengths are in `_SEQUENCES` and at most `most`."""
+    """Split into lists with lengths that are in `_SEQUENCES` and at most `most`."""
     begin = 0
     while begin < len(numbers):
         left = min(most, len(numbers) - begin)

@@ -99,8 +99,8 @@ class RequestBuilder:
             new_tokens: Number of tokens after the prompt for which the model must have room.
 
         Raises:
-            InferenceError: The prompt is empty, too long or not of this vocabulary, or the model
-                has no tokenizer for a prompt of text or for stop texts.
+            InferenceError: The prompt is empty, too long or not of this vocabulary, or a text
+                needs a tokenizer and the model has none.
         """
         before = request.sequences[0].tokens
         text, tokens = self._encode(prompt, first=not before)

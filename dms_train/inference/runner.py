@@ -274,14 +274,14 @@ class ModelRunner:
         Returns:
             [t, hidden] and int64 [layers, b, kv_heads].
         """
-        parts = [
+        chunks = [
             (s.batch_slot or 0, s.num_computed_tokens, s.next_known(count)) for s, count in batch
         ]
-        batches = None if self._prompts is None else self._prompts.batches(parts)
+        batches = None if self._prompts is None else self._prompts.batches(chunks)
         if self._prompts is not None and batches is not None:
-            return self._prompts.step(parts, batches)
-        tokens = TokenBatch.ragged(parts, self._device)
-        with self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts]):
+            return self._prompts.step(chunks, batches)
+        tokens = TokenBatch.ragged(chunks, self._device)
+        with self.cache.reserved([(row, len(tokens)) for row, _, tokens in chunks]):
             result: tuple[Tensor, Tensor] = self.model.decoder(tokens, self.cache)
         return result
 
@@ -296,7 +296,7 @@ class ModelRunner:
         return generated >= 0 or (generated == -1 and self._decodes_prompts)
 
     def _steps_to_eviction(self, sequence: Sequence) -> int:
-        """Return the number of generated tokens before the next one after which the hooks evict."""
+        """Return the number of tokens to generate before the next one that triggers the hooks."""
         assert self._eviction_interval is not None
         generated = sequence.num_computed_tokens - sequence.prompt_end
         return self._eviction_interval - 1 - generated % self._eviction_interval

@@ -110,8 +110,8 @@ def _draw(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
 def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
     """Set the scores [b, vocab] that top-k, then top-p and min-p exclude to -inf.
 
-    Of equal scores, those of the lowest token ids are kept. Weights are integers, because their
-    sums are exact: `kernels.layers.triton_restrict` then excludes the same tokens.
+    Of equal scores, the lowest token ids are kept. Weights are integers, because their sums are
+    exact: `kernels.layers.triton_restrict` then excludes the same tokens.
     """
     vocab = scores.shape[1]
     top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params])

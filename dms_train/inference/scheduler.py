@@ -147,7 +147,7 @@ class Schedule(Generic[State]):
 
 
 class Scheduler(Generic[State]):
-    """Admits, orders and preempts sequences.
+    """Scheduler that admits, orders and preempts sequences.
 
     Args:
         limits: Limits of the engine.

@@ -91,9 +91,9 @@ class Sequence(SequenceState):
 
     @property
     def shareable(self) -> list[int]:
-        """First tokens that may come from a snapshot, plus one that must be computed.
+        """First tokens that a snapshot may provide, followed by one token to compute.
 
-        Tokens whose logits are requested are computed, because snapshots hold no logits.
+        Tokens with requested logits are computed, because snapshots hold no logits.
         """
         end = len(self.tokens) - self.score_only
         if self.given is not None:
@@ -101,7 +101,7 @@ class Sequence(SequenceState):
         return self.tokens[:end]
 
     def next_known(self, count: int) -> list[int]:
-        """Return those of the next `count` tokens to compute that the host knows."""
+        """Return the known tokens among the next `count` tokens to compute."""
         return self.tokens[self.num_computed_tokens : self.num_computed_tokens + count]
 
     def add_prompt(

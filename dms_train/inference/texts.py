@@ -38,7 +38,7 @@ class StopFilter:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """Return the text held back, because no rest of a stop text follows."""
+        """Return the text held back; no more text follows that could complete a stop text."""
         held, self._held = self._held, ""
         return held
 
@@ -94,7 +94,7 @@ class GeneratedText:
         return len(tokens)
 
     def finish(self) -> None:
-        """Add the text held back, because no token follows."""
+        """Add the text held back at the end of the sequence."""
         self._decode()
         text = "" if self._tokens is None else self._tokens.finish()
         self._text += self._filter.add(text) + self._filter.finish()

@@ -13,7 +13,7 @@ from dms_train.inference.errors import InferenceError
 
 _CONTEXT = 32  # last tokens of the prompt that are decoded with the first generated token
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of SentencePiece's byte fallback
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # byte token of SentencePiece's byte fallback
 
 
 def _byte_level() -> dict[str, int]:
@@ -145,7 +145,7 @@ class IncrementalDetokenizer:
         known = len(head.rstrip(_REPLACEMENT))
         dropped = not head and whole.startswith(
             _REPLACEMENT
-        )  # the known tokens were a space, and are no more
+        )  # the known tokens were a space that has disappeared
         if dropped or head[:known] != whole[:known]:  # a wrong byte after those of `head`
             return head, self._tokenizer.decode(self._pending)
         while known < len(head) and whole.startswith(_REPLACEMENT, known):

@@ -1,4 +1,4 @@
-"""Typed entry points of the kernels; nothing outside of this package imports a Triton module.
+"""Typed entry points of the kernels; no code outside this package imports a Triton module.
 
 An engine calls `triton_kernels()` once and uses the functions of the result:
 

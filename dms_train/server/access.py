@@ -23,10 +23,11 @@ class Access:
     """ASGI middleware around all routes.
 
     Args:
-        app: Application that answers.
-        api_key: Needed for every route but the page, `/health` and `/metrics`; None for none.
-        metrics: Counts the answers.
-        routes: Known paths, so that a client cannot make new labels.
+        app: Wrapped application.
+        api_key: Key required by every route except the page, `/health` and `/metrics`; None
+            requires none.
+        metrics: Counters of the answers.
+        routes: Known paths; only they become labels of metrics.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Access:
 
 
 def _request_id(headers: Headers) -> str:
-    """Return the client's id if it is harmless in a log, or a new one."""
+    """Return the client's request id if it is safe in a log, otherwise a new one."""
     given = headers.get("x-request-id", "")
     return given if _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _naming(send: Send, request_id: str, statuses: list[int]) -> Send:
-    """Return a `send` that adds the id to the answer and notes its status."""
+    """Return a `send` that adds the id to the answer and records its status."""
 
     async def _send(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""Admission of sequences: how many run at a time, and when none is accepted."""
+"""Admission of sequences: limits how many wait and run, and refuses others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST_WAIT_SECONDS = 60
 
 
 class Admission:
-    """Counts sequences that the engine has, and requests. Used on the event loop only.
+    """Counter of requests and of sequences in the engine. Used on the event loop only.
 
     Args:
-        rows: Sequences that the engine computes at the same time.
-        queue: Sequences that may wait for one of these rows.
+        rows: Number of sequences that the engine computes at the same time.
+        queue: Number of sequences that may wait for a batch slot.
 
     Attributes:
         draining: True if new requests are refused.
-        inside: Sequences that run or wait in the engine.
+        inside: Number of sequences that run or wait in the engine.
         rows: Number of batch slots.
-        most: Sequences that may be inside.
+        most: Largest value of `inside`.
     """
 
     def __init__(self, rows: int, queue: int) -> None:
@@ -39,14 +39,15 @@ class Admission:
 
     @contextmanager
     def enter(self, sequences: int) -> Iterator[Callable[[], None]]:
-        """Hold places for a request of so many sequences.
+        """Admit a request with this many sequences while the context is open.
 
         Returns:
-            Gives the places back before the request ends; to be called when the engine has
-            finished, because a client may take long to read the answer.
+            Function that releases the sequences early. Call it when the engine has finished,
+            because a client may take long to read the answer.
 
         Raises:
-            ApiError: 503 while draining; 429 when the queue is full; 400 when it could never run.
+            ApiError: 503 while draining; 429 when the queue is full; 400 when the request can never
+                run.
         """
         if self.draining:
             raise ApiError(

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and as chunks of a stream."""
+"""Answers in OpenAI's format, whole and as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class AnswerShape(Protocol):
-    """Form in which one route writes continuations."""
+    """Format in which one route writes continuations."""
 
     def opening(self, index: int) -> Json | None:
         """Return the chunk choice that precedes a continuation; None for none."""
@@ -34,7 +34,7 @@ class AnswerShape(Protocol):
 
 class _Shape:
     prefix = ""
-    names = ("", "")  # of a whole answer and of a chunk
+    names = ("", "")  # object names of a whole answer and of a chunk
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer | None) -> None:
         self._id, self._model = f"{self.prefix}-{request_id}", model
@@ -55,7 +55,7 @@ class _Shape:
         return {} if view is None else {"kv": asdict(view)}
 
     def _shown(self, token: int, prefix: str = "") -> tuple[str, bytes | None]:
-        """Return text and bytes of a token; a part of a character is written as in OpenAI's API."""
+        """Return text and bytes of a token; incomplete characters are as in OpenAI's API."""
         if self._tokenizer is None:
             return f"token_id:{token}", None
         data = self._tokenizer.token_bytes(token)
@@ -66,7 +66,7 @@ class _Shape:
 
 
 class CompletionShape(_Shape):
-    """`/v1/completions`."""
+    """Answers of `/v1/completions`."""
 
     prefix = "cmpl"
     names = ("text_completion", "text_completion")
@@ -112,13 +112,13 @@ class CompletionShape(_Shape):
 
 
 class ChatShape(_Shape):
-    """`/v1/chat/completions`."""
+    """Answers of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
     names = ("chat.completion", "chat.completion.chunk")
 
     def opening(self, index: int) -> Json | None:
-        """Return the chunk with the role."""
+        """Return the opening chunk, which has the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 

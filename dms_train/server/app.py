@@ -1,4 +1,4 @@
-"""The routes."""
+"""Routes of the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dms_train.server.worker import EngineThread
 
 T = TypeVar("T")
 _BODY_SECONDS = 30.0
-_READ_ON = 4  # times the limit that is read, since few clients read an answer while they send
+_READ_ON = 4  # multiple of the limit that is read: few clients read an answer while they send
 _PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css")} | {
     "/page.js": ("page.js", "text/javascript")
 }
@@ -55,15 +55,15 @@ _PAGE_HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model as the routes see it.
+    """Facts about the served model that the routes need.
 
     Attributes:
         name: Name in requests and answers.
         longest: Most tokens of a sequence.
-        vocabulary: Token ids are below this number.
+        vocabulary: Size of the vocabulary; token ids are smaller.
         tokenizer: None if the directory has none.
-        template: Template of chats.
-        created: Seconds since 1970 when it was loaded.
+        template: Chat template.
+        created: Time of loading, in seconds since 1970.
     """
 
     name: str
@@ -75,13 +75,13 @@ class ServedModel:
 
 
 class Api:
-    """Answers the routes.
+    """Handlers of the routes.
 
     Args:
         model: Served model.
-        engine: Runs it.
-        options: Limits.
-        admission: Places for sequences.
+        engine: Thread that runs the model.
+        options: Limits of the server.
+        admission: Admission of sequences.
         metrics: Counters.
     """
 
@@ -133,11 +133,11 @@ class Api:
         raise ApiError(400, "embeddings: this server generates text only", code="unsupported")
 
     async def models(self, request: Request) -> Response:
-        """Serve `/v1/models`: the one model."""
+        """Serve `/v1/models`: a list of the one model."""
         return JSONResponse({"object": "list", "data": [self._entry()]})
 
     async def model(self, request: Request) -> Response:
-        """Serve `/v1/models/NAME`: the model, if it is this one."""
+        """Serve `/v1/models/NAME`: the model, if it has this name."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._entry())
 
@@ -171,7 +171,7 @@ class Api:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def page(self, request: Request) -> Response:
-        """Serve the page in the browser and its files."""
+        """Serve the browser page and its files."""
         name, kind = _PAGE[request.url.path]
         content = files("dms_train.server").joinpath("page", name).read_bytes()
         return Response(content, media_type=kind, headers=_PAGE_HEADERS)
@@ -204,7 +204,7 @@ class Api:
         return bytes(body)
 
     def _entry(self) -> Json:
-        """Return the model in the shape of OpenAI's API."""
+        """Return the model in the format of OpenAI's API."""
         return {
             "id": self._model.name,
             "object": "model",
@@ -271,7 +271,7 @@ class Api:
         return tokens
 
     def _texts(self, prompts: list[str | list[int]]) -> list[str]:
-        """Return the texts of prompts, as they were given or decoded."""
+        """Return the texts of prompts, as given or decoded from token ids."""
         tokenizer = self._model.tokenizer
         return [
             prompt
@@ -305,7 +305,7 @@ class Api:
         )
 
     async def _generate(self, request: Request, job: Job, shape: AnswerShape) -> Response:
-        """Run a job; its places are free again when the engine has finished in any way."""
+        """Run a job; release its sequences when the engine has finished in any way."""
         async with contextlib.AsyncExitStack() as stack:
             leave = stack.enter_context(self._admission.enter(job.sequences))
             generation = Generation(self._engine, self._model.tokenizer, job, leave)
@@ -323,7 +323,7 @@ class Api:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events, and what to close when they have ended or the client has left."""
+    """Response of server-sent events; closes `held` at the end or when the client leaves."""
 
     def __init__(self, events: AsyncIterator[str], held: contextlib.AsyncExitStack) -> None:
         super().__init__(
@@ -332,7 +332,7 @@ class _EventStream(StreamingResponse):
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them until they end or the client leaves."""
+        """Send the events until they end or the client leaves."""
         async with self._held:
             with contextlib.suppress(ClientDisconnect):
                 await _until_disconnect(receive, self.stream_response(send))
@@ -369,10 +369,10 @@ def _event(content: Json) -> str:
 
 
 async def _until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`, which is cancelled when the client leaves.
+    """Return the result of `work`; cancel it when the client leaves.
 
     Raises:
-        ClientDisconnect: It has left.
+        ClientDisconnect: The client has left.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_left(receive))
@@ -417,7 +417,7 @@ def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
         metrics=metrics,
         routes=frozenset(route.path for route in routes),
     )
-    cors = Middleware(  # around the other one: a browser asks first, and without the key
+    cors = Middleware(  # outermost, because a preflight request has no key
         CORSMiddleware,
         allow_origins=options.cors_origins,
         allow_methods=("GET", "POST"),

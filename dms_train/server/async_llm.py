@@ -1,4 +1,4 @@
-"""`AsyncLLM(path)`: prompts of many coroutines on one engine."""
+"""`AsyncLLM(path)`: one engine for the prompts of many coroutines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dms_train.server.worker import EngineThread, Ticket
 
 
 class AsyncLLM:
-    """A model that continues prompts for coroutines, all of them in one batch.
+    """Model that continues the prompts of coroutines in one batch.
 
-    The engine runs in a thread of its own while `async with AsyncLLM(path) as llm:` is entered.
+    The engine runs in its own thread inside `async with AsyncLLM(path) as llm:`.
 
     Args:
-        model: See `LLM`.
+        model: As in `LLM`.
         options: Engine options; single values can be given by name instead.
         **overrides: Fields of `EngineOptions`.
     """
@@ -38,7 +38,7 @@ class AsyncLLM:
         if self._entered:
             raise InferenceError("AsyncLLM: enter it once; make another one")
         self._entered = True
-        # a broken engine refuses requests; nothing else has to end here
+        # a broken engine refuses requests by itself; nothing else has to end here
         self._thread.start(asyncio.get_running_loop(), lambda: None)
         return self
 
@@ -61,14 +61,14 @@ class AsyncLLM:
         Args:
             prompt: Text, token ids or `{"prompt_token_ids": [...]}`.
             sampling_params: Sampling parameters.
-            priority: Lower ones go first.
+            priority: Lower values go first.
 
         Yields:
             All tokens so far; the last output is `finished`.
 
         Raises:
-            InferenceError: The prompt is refused, its forward pass failed, or the model is not
-                entered, or is left before the end.
+            InferenceError: The prompt is refused, its forward pass failed, or the context manager
+                is not entered or was left.
         """
         if not self._entered or self._closed:
             raise InferenceError("AsyncLLM: use it inside `async with AsyncLLM(...) as llm:`")

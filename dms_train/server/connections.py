@@ -13,15 +13,15 @@ from typing import Any, cast
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many at a time
-HEADER_SECONDS = 10.0  # in which the header of a request must arrive
-SEND_SECONDS = 30.0  # in which a client must read some of what is sent
-_SPARE = 256  # connections beyond one for each request that runs or waits
+HEADER_SECONDS = 10.0  # time in which the header of a request must arrive
+SEND_SECONDS = 30.0  # time in which a client must read some of the data sent
+_SPARE = 256  # connections in addition to one per running or waiting request
 
 
 def most_connections(requests: int) -> int:
-    """Return how many connections are open at a time.
+    """Return the number of connections that may be open at a time.
 
-    At most half of the descriptors that the process may open are used.
+    Connections use at most half of the process's file descriptors.
 
     Args:
         requests: Most requests that run or wait.
@@ -31,10 +31,9 @@ def most_connections(requests: int) -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, which closes connections that take too long.
+    """uvicorn's protocol with deadlines for connections.
 
-    Of more than `limit_concurrency` connections, the one that has been idle for the longest is
-    closed.
+    If there are more than `limit_concurrency` connections, the longest idle one is closed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,15 +42,15 @@ class Connection(H11Protocol):
         self._sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Start the timer of the first request."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # `pause_writing` as soon as something is left
+        transport.set_write_buffer_limits(high=0)  # `pause_writing` as soon as any data is left
         self._limit_arrival()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._close_idle()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Receive a part of a request."""
         super().data_received(data)
         self._limit_arrival()
 
@@ -68,19 +67,19 @@ class Connection(H11Protocol):
         self._limit_sending()
 
     def resume_writing(self) -> None:
-        """Note that the client has read all that was sent."""
+        """Stop the timer, because the client has read all data."""
         super().resume_writing()
         if self._sending is not None:
             self._sending.cancel()
 
     @property
     def idle_until(self) -> float | None:
-        """Return when an idle connection is closed; None while a request is answered."""
+        """Return the time to close an idle connection; None while a request is answered."""
         timer = self._arrival or self.timeout_keep_alive_task
         return None if timer is None else timer.when()
 
     def _limit_arrival(self) -> None:
-        """Limit the time to the next header, or to the rest of a body that is not needed."""
+        """Limit the time to the next header, or to the rest of an unneeded body."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and self._arrival is not None:
             self._arrival.cancel()

@@ -14,16 +14,16 @@ _TYPES = {
 
 
 class ServerError(ValueError):
-    """A server that cannot be started; one line that names what to change."""
+    """Error that prevents the server from starting; its line says what to change."""
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """Error with which a request is answered.
 
     Args:
         status: HTTP status.
-        message: One line for the client; never a part of a prompt.
-        param: Field of the request that it is about.
+        message: One line for the client, without text of a prompt.
+        param: Field of the request that is wrong.
         code: Short name of the error for programs.
         headers: Further headers of the answer.
     """
@@ -43,7 +43,7 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's shape."""
+        """Return the error in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,

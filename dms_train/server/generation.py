@@ -1,4 +1,4 @@
-"""One HTTP request as requests of the engine: its parts as they come, its end, its cost."""
+"""One HTTP request as requests of the engine: streamed parts, end and cost."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dms_train.server.worker import EngineThread, Positions, Ticket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The checked request of a client.
+    """Checked request of a client.
 
     Attributes:
         prompts: Token ids, one list or several.
         params: Sampling parameters of each prompt.
         priority: See `InferenceEngine.add_request`.
-        seconds: Time that the request has.
-        stream: Send the answer while it is generated.
-        include_usage: End a stream with the usage.
-        kv_positions: Include the live tokens in the parts of a stream.
-        echo: Text of each prompt, with which its continuations begin; None without.
+        seconds: Time limit of the request.
+        stream: True to send the answer while it is generated.
+        include_usage: True to end a stream with the usage.
+        kv_positions: True to include the live tokens in the parts of a stream.
+        echo: Text of each prompt, which precedes its continuations; None sends no prompt.
     """
 
     prompts: list[list[int]]
@@ -44,12 +44,12 @@ class Job:
 
     @property
     def sequences(self) -> int:
-        """Continuations in all."""
+        """Number of continuations of all prompts."""
         return len(self.prompts) * self.params.n
 
 
 class TokenEntry(NamedTuple):
-    """A token with its log-probabilities; None for the first one of a prompt."""
+    """Token with its log-probabilities; these are None for the first token of a prompt."""
 
     token: int
     logprobs: TokenLogprobs | None
@@ -57,14 +57,14 @@ class TokenEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVView:
-    """State of the cache after a part of a stream.
+    """State of the cache after one part of a stream.
 
     Attributes:
-        pieces: Texts of the tokens that are new in this part; in the first one the prompt's too.
+        pieces: Texts of the new tokens of this part; the first part includes the prompt.
         positions: Live positions by layer and head; None where the cache does not keep them.
         tokens: Tokens seen.
         cr_factor: Tokens seen over tokens held.
-        live_bytes: Size of the tokens held.
+        live_bytes: Bytes of the tokens held.
     """
 
     pieces: list[str]
@@ -82,8 +82,8 @@ class Part:
         index: Number of the continuation.
         text: New text.
         entries: Log-probabilities of the new tokens, if requested.
-        finish_reason: None while it runs.
-        kv: If it was requested.
+        finish_reason: Reason for the end; None while the continuation runs.
+        kv: State of the cache, if requested.
     """
 
     index: int
@@ -95,7 +95,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class _Choice:
-    """Record of what was sent of a continuation."""
+    """Record of the output of a continuation that was already sent."""
 
     index: int
     characters: int = 0
@@ -117,7 +117,7 @@ class _Choice:
 
 
 class PromptEcho:
-    """The prompt in front of its continuations.
+    """Prompt that is sent before its continuations.
 
     Args:
         text: Text of the prompt.
@@ -132,7 +132,7 @@ class PromptEcho:
 
         Args:
             index: Number of the continuation.
-            output: Whose prompt is computed, with its log-probabilities if they were requested.
+            output: Output with a computed prompt, and its log-probabilities if requested.
         """
         entries = None
         if output.prompt_logprobs is not None:
@@ -148,7 +148,7 @@ class PromptEcho:
         return Part(index=index, text=self._text, entries=entries, finish_reason=None)
 
     def shifted(self, part: Part) -> Part:
-        """Return a part of the continuation, whose offsets count from the start of the prompt."""
+        """Return a part of the continuation with offsets from the start of the prompt."""
         if part.entries is None:
             return part
         ahead = len(self._text)
@@ -159,7 +159,7 @@ class PromptEcho:
         return replace(part, entries=entries)
 
     def _offsets(self, tokens: list[int]) -> list[int]:
-        """Return where each token starts; special tokens before the text start at 0."""
+        """Return the offset of each token; special tokens before the text have offset 0."""
         pieces = TokenPieces(self._tokenizer)
         ends = list(accumulate(len(pieces.add(token)) for token in tokens))
         added = max(0, ends[-1] - len(self._text))
@@ -168,13 +168,13 @@ class PromptEcho:
 
 @dataclass(slots=True, kw_only=True)
 class _Prompt:
-    """One prompt of a request and its continuations."""
+    """Prompt of a request and its continuations."""
 
     ticket: Ticket
     choices: list[_Choice]
     pieces: TokenPieces
     echo: PromptEcho | None
-    shown: int = 0  # tokens that a KVView has named
+    shown: int = 0  # number of tokens sent in a KVView so far
 
     @property
     def done(self) -> bool:
@@ -183,20 +183,20 @@ class _Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Timing:
-    """Times of events, in seconds of a clock that never goes back."""
+    """Times of events, in seconds of a monotonic clock."""
 
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None
 
 
 class Generation:
-    """The engine's requests of a job; a context manager that aborts what still runs.
+    """Engine requests of a job; a context manager that aborts unfinished ones.
 
     Args:
-        engine: Runs them.
+        engine: Thread that runs the requests.
         tokenizer: Tokenizer of the model; None if it has none.
         job: Job to run.
-        on_done: Called when the engine has finished with all of it.
+        on_done: Called when the engine has finished all requests of the job.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Generation:
         """Add the prompts to the engine.
 
         Raises:
-            ApiError: 400 if it refuses one.
+            ApiError: 400 if the engine refuses a prompt.
         """
         job = self.job
         try:
@@ -242,11 +242,11 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Abort what has not finished."""
+        """Abort unfinished requests."""
         self._abort()
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Yield new parts as they come, until every continuation has finished.
+        """Yield new parts until every continuation has finished.
 
         Raises:
             ApiError: 500 if a step failed, 503 if the server stopped.
@@ -261,7 +261,7 @@ class Generation:
             waiting = [prompt for prompt in waiting if not prompt.done]
 
     def usage(self) -> dict[str, Any]:
-        """Sum tokens and cache of the request over its prompts and continuations."""
+        """Return token counts and cache statistics, summed over prompts and continuations."""
         outputs = [p.ticket.output for p in self._prompts if p.ticket.output is not None]
         prompt = sum(map(len, self.job.prompts))
         completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
@@ -329,7 +329,7 @@ def _with_view(part: Part, prompt: _Prompt, output: RequestOutput) -> Part:
 
 
 def _cached_tokens(outputs: list[RequestOutput]) -> int:
-    """Return the prompt tokens that the first continuation of each prompt took from the cache."""
+    """Return the number of prompt tokens from snapshots, counted once per prompt."""
     return sum(output.outputs[0].kv.cached_tokens for output in outputs)
 
 

@@ -15,7 +15,7 @@ _FACTORS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own."""
+    """Counters of one server, in their own registry."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class Metrics:
         )
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a gauge that is read when the metrics are."""
+        """Add a gauge whose value is read together with the metrics."""
         Gauge(name, text, registry=self._registry).set_function(value)
 
     def answered(self, route: str, status: int) -> None:
@@ -58,7 +58,7 @@ class Metrics:
         self._answers.labels(route, str(status)).inc()
 
     def finished(self, generation: Generation, now: float) -> None:
-        """Count a generation that has come to its end."""
+        """Count a finished generation."""
         usage = generation.usage()
         timing, tokens = generation.timing, usage["completion_tokens"]
         self._prompt_tokens.inc(usage["prompt_tokens"])
@@ -81,7 +81,7 @@ class Metrics:
 
 
 def seconds_text(usage: dict[str, Any]) -> str:
-    """Return numbers of a request for a log line; no text of the prompt or the answer."""
+    """Return the numbers of a request for a log line, without text of prompt or answer."""
     return (
         f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, "
         f"cr_factor {usage['kv']['cr_factor']:.2f}"

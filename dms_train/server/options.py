@@ -10,7 +10,7 @@ from typing import Any
 from dms_train.server.errors import ServerError
 
 _MOST = {"port": 65535}
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#A-Z]+")  # as browsers send it, in lower case
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#A-Z]+")  # lower case, as browsers send it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +19,16 @@ class ServerOptions:
 
     Attributes:
         host: Address to listen on.
-        port: Port; 0 takes a free one.
+        port: Port; 0 takes a free port.
         api_key: Key that clients must send as `Authorization: Bearer KEY`; None requires none.
         cors_origins: Origins of pages in browsers that may use the server; `*` allows all.
-        max_queue: Sequences that may wait for a cache row; further ones are answered with 429.
+        max_queue: Number of sequences that may wait for a batch slot; further requests get 429.
         max_body_bytes: Maximum size of a request's body.
-        max_prompt_tokens: Maximum length of one prompt; None leaves the model's own limit.
+        max_prompt_tokens: Maximum length of one prompt; None applies the model's limit only.
         request_seconds: Time after which a request is ended.
-        drain_seconds: Time that running requests have after SIGTERM.
+        drain_seconds: Time limit of running requests after SIGTERM.
         default_chat_template_kwargs: Variables of the chat template, such as `enable_thinking` of
-            Qwen3; those of a request replace them.
+            Qwen3. Variables of a request replace them.
     """
 
     host: str = "127.0.0.1"

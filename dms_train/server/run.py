@@ -1,4 +1,4 @@
-"""A server from its model to the end of its last request."""
+"""Life of a server, from loading the model to the end of the last request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dms_train.server.options import ServerOptions
 from dms_train.server.worker import MOST_FAILURES, EngineThread
 
 _CLOSING_SECONDS = 5
-_BROKEN_SECONDS = 2.0  # between a broken engine and the end, in which requests are answered
+_BROKEN_SECONDS = 2.0  # time between a broken engine and the end, to answer failed requests
 
 
 def serve(model: str, name: str, engine_options: EngineOptions, options: ServerOptions) -> int:
@@ -63,10 +63,10 @@ def warm_up(engine: InferenceEngine) -> None:
 
 
 def bound_socket(options: ServerOptions) -> socket.socket:
-    """Return a socket bound to the address of the options; it does not listen yet.
+    """Return a socket that is bound to the address of the options but does not listen yet.
 
     Raises:
-        ServerError: The address is in use or not one of this machine.
+        ServerError: The address is in use or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -83,7 +83,7 @@ def bound_socket(options: ServerOptions) -> socket.socket:
 
 
 def describe(engine: InferenceEngine, directory: Path, name: str) -> ServedModel:
-    """Return a loaded model as the routes see it."""
+    """Return the facts about a loaded model that the routes need."""
     return ServedModel(
         name=name,
         longest=engine.longest,
@@ -95,15 +95,15 @@ def describe(engine: InferenceEngine, directory: Path, name: str) -> ServedModel
 
 
 class Server:
-    """HTTP in front of an engine, from its first request to its last.
+    """HTTP server of an engine, from the first request to the last.
 
     Args:
         engine: Used by this server alone.
-        model: The model as the routes see it.
-        options: Limits.
+        model: Facts about the model that the routes need.
+        options: Limits of the server.
 
     Attributes:
-        admission: Places for sequences.
+        admission: Admission of sequences.
     """
 
     def __init__(self, engine: InferenceEngine, model: ServedModel, options: ServerOptions) -> None:
@@ -116,7 +116,7 @@ class Server:
             build_app(api, options, metrics),
             http=Connection,
             backlog=BACKLOG,
-            # uvicorn refuses requests at this number, before which idle connections are closed
+            # uvicorn refuses requests at this number; idle connections are closed before
             limit_concurrency=most_connections(self.admission.most) + 1,
             ws="none",
             lifespan="off",
@@ -131,9 +131,9 @@ class Server:
         self._drained: asyncio.Task[None] | None = None
 
     async def run(self, sock: socket.socket) -> None:
-        """Serve on a bound socket until `stop` was called and what runs has finished.
+        """Serve on a bound socket until `stop` was called and running requests have finished.
 
-        A broken engine ends it too.
+        A broken engine ends the server too.
         """
         self._thread.start(asyncio.get_running_loop(), self._end_broken)
         host, port = sock.getsockname()[:2]
@@ -145,7 +145,7 @@ class Server:
             await (self._thread.stop() if self._drained is None else self._drained)
 
     def stop(self) -> None:
-        """Take no more requests and end after those that run; a second call ends at once.
+        """Refuse new requests and end after the running ones; a second call ends at once.
 
         Called on the event loop.
         """
@@ -195,11 +195,11 @@ class Server:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn without its own handling of signals."""
+    """uvicorn server without its own signal handling."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: the signals stay as they are."""
+        """Do nothing: signal handlers do not change."""
         yield
 
 

@@ -1,7 +1,7 @@
-"""Bodies that clients send: OpenAI's fields and vLLM's extras, checked by pydantic.
+"""Request bodies: OpenAI's fields and vLLM's extras, checked by pydantic.
 
-A field that is null counts as not given. A field without effect on the answer is accepted; any
-unknown field is refused, so that no option is silently ignored.
+A null field counts as absent. A known field without effect on the answer is accepted. Any unknown
+field is refused, so that no option is silently ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = frozenset(
         "parallel_tool_calls",
     }
 )
-# values of unsupported fields that equal what the server does anyway: OpenAI's, then vLLM's
+# values of unsupported fields that match the server's behaviour: OpenAI's, then vLLM's
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
@@ -124,7 +124,7 @@ class StreamOptions(_Fields):
 
 
 class GenerationBody(_Body):
-    """Fields that chat and plain completions share."""
+    """Fields shared by chat and plain completions."""
 
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     max_tokens: _Tokens | None = None
@@ -154,8 +154,9 @@ class GenerationBody(_Body):
 
         Args:
             max_tokens: Most tokens to generate.
-            logprobs: Alternatives to return with every token; None for no log-probabilities.
-            of_prompt: Return those of the prompt too.
+            logprobs: Number of alternatives to return with every token; None for no
+                log-probabilities.
+            of_prompt: True to return log-probabilities of the prompt too.
 
         Raises:
             ApiError: `logit_bias` has a key that is no token id.
@@ -181,7 +182,7 @@ class GenerationBody(_Body):
 
 
 class CompletionBody(GenerationBody):
-    """`/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
@@ -200,14 +201,14 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """Prompts of the request, one or several."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return cast("list[str | list[int]]", self.prompt)
 
 
 class ChatBody(GenerationBody):
-    """`/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Any], Field(min_length=1, max_length=4096)]
     max_completion_tokens: _Tokens | None = None
@@ -222,7 +223,7 @@ class ChatBody(GenerationBody):
         """Most tokens to generate; None if the request does not limit them.
 
         Raises:
-            ApiError: Both of the fields are given, and they differ.
+            ApiError: Both fields are given, and they differ.
         """
         old, new = self.max_tokens, self.max_completion_tokens
         if None not in (old, new) and old != new:
@@ -235,14 +236,14 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(_Body):
-    """`/tokenize`."""
+    """Body of `/tokenize`."""
 
     prompt: str
     add_special_tokens: bool = True
 
 
 class DetokenizeBody(_Body):
-    """`/detokenize`."""
+    """Body of `/detokenize`."""
 
     tokens: Annotated[list[_TokenId], Field(max_length=2**20)]
 
@@ -251,7 +252,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     """Parse a body as one of the classes above.
 
     Raises:
-        ApiError: 400 that names the field and what it takes.
+        ApiError: 400; its line names the field and the valid values.
     """
     try:
         given = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -288,8 +289,8 @@ def _refusal(error: ValidationError) -> ApiError:
     """Return the first problem of a body."""
     problem = error.errors(include_url=False, include_context=False)[0]
     names = [str(part) for part in problem["loc"]]
-    place, name = ".".join(names)[:200], names[0][:100]
-    where = place + _shown(problem["input"], names)
+    path, name = ".".join(names)[:200], names[0][:100]
+    where = path + _shown(problem["input"], names)
     if problem["type"] != "extra_forbidden":
         message = problem["msg"].removeprefix("Value error, ")
         return ApiError(400, f"{where}: {message}", param=name, code="invalid_value")
@@ -298,7 +299,7 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 def _shown(value: Any, names: list[str]) -> str:
-    """Return a short value for a message, which never has a part of a prompt."""
+    """Return a short value for a message; parts of a prompt are never shown."""
     if isinstance(value, list | dict) or names[0] in ("prompt", "messages"):
         return ""
     text = repr(value)

@@ -1,4 +1,4 @@
-"""Token by token, what the page shows of a text."""
+"""Texts that the page shows for the tokens of a text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer
 class TokenPieces:
     """Text to show for each token of a text, special tokens included.
 
-    A token that leaves a character incomplete shows nothing; the one that completes it shows it,
-    or `finish` where none does.
+    A token that ends inside a character shows nothing. The token that completes the character shows
+    it. At the end of the text, `finish` shows an incomplete character.
 
     Args:
         tokenizer: Tokenizer of the model; None shows nothing.
@@ -29,5 +29,5 @@ class TokenPieces:
         return self._tokenizer.decode([token], special=True)
 
     def finish(self) -> str:
-        """Return the text that the last tokens have not shown."""
+        """Return the text that is still held back."""
         return "" if self._stream is None else self._stream.finish()

@@ -1,8 +1,8 @@
-"""The thread that runs the engine, and the event loop's side of it.
+"""Thread that runs the engine, and its requests on the event loop.
 
-`InferenceEngine` blocks and is not safe to share between threads, so only this thread touches it.
-The event loop sends it calls through a queue. After each step the thread returns the outputs. A
-reader that is slower than the engine finds only the latest output, with all tokens so far.
+`InferenceEngine` blocks and is not thread-safe, so only this thread uses it. The event loop sends
+calls to the thread through a queue. After each step the thread returns the outputs. A reader that
+is slower than the engine finds only the latest output, with all tokens so far.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from dms_train.observe.log import logger
 from dms_train.server.errors import ApiError
 
 Positions = list[list[list[int]]]  # [layers][KV heads][live tokens]
-MOST_FAILURES = 5  # failed steps after which the engine counts as broken
+MOST_FAILURES = 5  # number of failed steps after which the engine counts as broken
 _BROKEN = "the engine is broken; the server is shutting down, see its log"
-_PROOF_STEPS = 3  # that return tokens, in a row, after which the engine counts as working
-_PAUSE_SECONDS = 0.1  # after a failed step; twice as long after each further one in a row
+_PROOF_STEPS = 3  # steps in a row with tokens after which the engine counts as working
+_PAUSE_SECONDS = 0.1  # pause after a failed step; twice as long after each further one in a row
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A request of the engine as the event loop sees it.
+    """Request of the engine on the event loop.
 
     Attributes:
-        changed: Set whenever something below changes; requests may share it.
-        request_id: The engine's; None until it has accepted the request.
-        output: The latest.
+        changed: Event that is set whenever a field below changes; requests may share it.
+        request_id: Id from the engine; None until the engine has accepted the request.
+        output: Latest output.
         positions: Live positions at that time, if they were requested and the cache keeps them.
         failure: Reason why the request ended without an output.
         wants_positions: True if `positions` are requested.
-        on_done: Called on the event loop when nothing more will come.
+        on_done: Called on the event loop after the last change.
     """
 
     changed: asyncio.Event
@@ -53,7 +53,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Return whether nothing more will come."""
+        """Return whether the request has ended."""
         return self.failure is not None or (self.output is not None and self.output.finished)
 
 
@@ -79,17 +79,18 @@ class EngineThread:
     """Thread that runs an engine until `stop`.
 
     A step that fails ends its requests. The engine counts as broken after `MOST_FAILURES` failed
-    steps without a proof between them that it works: all requests end, further ones are refused,
-    and no further step is computed. A proof is a finished request, or `_PROOF_STEPS` steps in a row
-    that return tokens. One good step proves nothing: on a GPU it may only launch a later failure.
+    steps without a proof between them that it works. All requests then end, further ones are
+    refused, and no further step is computed. A proof is a finished request, or `_PROOF_STEPS` steps
+    in a row that return tokens. One good step proves nothing: on a GPU it may only launch a later
+    failure.
 
     Args:
-        engine: Used by the thread alone from `start` on.
+        engine: Engine; from `start` on, only the thread may use it.
 
     Attributes:
-        allocated_bytes: Size of the cache after the last step or abort.
-        failures: Steps that raised an exception.
-        broken: Last cause when the engine is broken; None before.
+        allocated_bytes: Bytes of the cache after the last step or abort.
+        failures: Number of steps that raised an exception.
+        broken: Last error of a broken engine; otherwise None.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
@@ -99,7 +100,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_broken: Callable[[], None] | None = None
-        self._in_a_row = 0  # failed steps since the engine was seen to work
+        self._in_a_row = 0  # failed steps since the last proof that the engine works
         self._returned = 0  # steps in a row that returned tokens
         self.allocated_bytes = engine.allocated_bytes
         self.failures = 0
@@ -109,14 +110,14 @@ class EngineThread:
         """Start the thread.
 
         Args:
-            loop: Outputs are passed to it.
-            on_broken: Called on it once the engine is broken.
+            loop: Event loop that receives outputs.
+            on_broken: Called on the event loop once the engine is broken.
         """
         self._loop, self._on_broken = loop, on_broken
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the step that runs; what still runs ends with 503."""
+        """End the thread after the current step; unfinished requests end with 503."""
         self._calls.put(None)
         failure = ApiError(503, "the server is shutting down")
         await asyncio.to_thread(self._thread.join)
@@ -126,14 +127,14 @@ class EngineThread:
     async def add(
         self, ticket: Ticket, prompt: Prompt, params: SamplingParams, priority: int, seconds: float
     ) -> None:
-        """Give a request to the engine.
+        """Send a request to the engine.
 
         Args:
-            ticket: Takes its outputs.
+            ticket: Receives the outputs.
             prompt: See `InferenceEngine.add_request`.
-            params: Likewise.
-            priority: Likewise.
-            seconds: Time that it has.
+            params: See `InferenceEngine.add_request`.
+            priority: See `InferenceEngine.add_request`.
+            seconds: Time limit of the request.
 
         Raises:
             InferenceError: The engine refuses it.
@@ -164,7 +165,7 @@ class EngineThread:
         try:
             await accepted
         except asyncio.CancelledError:
-            self.abort(ticket)  # its call follows the one above
+            self.abort(ticket)  # the engine sees this call after the one above
             raise
 
     def abort(self, ticket: Ticket) -> None:
@@ -187,7 +188,7 @@ class EngineThread:
         return self.broken is None and self._engine.has_unfinished_requests()
 
     def _make_calls(self) -> bool:
-        """Run the calls that wait; waits for one when there is nothing else to do."""
+        """Run the queued calls; wait for one if there is nothing else to do."""
         try:
             call = self._calls.get(block=not self._has_work)
             while call is not None:
@@ -203,7 +204,7 @@ class EngineThread:
         try:
             for output in self._engine.step():
                 if output.request_id in self._tickets:
-                    # one by one, so that these are kept if a later one fails
+                    # one by one, so that earlier outputs are kept if a later one fails
                     updates.append(self._update(output))  # noqa: PERF401
             self.allocated_bytes = self._engine.allocated_bytes
             self._note_success(updates)
@@ -241,7 +242,7 @@ class EngineThread:
             self._in_a_row = 0
 
     def _lost(self, error: Exception) -> list[_Update]:
-        """Return failures for the requests that a failed step has aborted, or for all of them."""
+        """Return failures for the requests aborted by a failed step, or for all requests."""
         self.failures += 1
         self._in_a_row += 1
         self._returned = 0
@@ -258,7 +259,7 @@ class EngineThread:
         return updates
 
     def _free(self, request_id: str) -> None:
-        """Let the engine forget a request; an error is logged."""
+        """Abort a request in the engine; log an error."""
         try:
             self._engine.abort(request_id)
             self.allocated_bytes = self._engine.allocated_bytes

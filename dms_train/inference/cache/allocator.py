@@ -1,8 +1,9 @@
 """Allocation of page numbers; no tensors.
 
 Pages are numbered consecutively; page P lies in slab P // slab_pages. A slab is opened when no page
-is free and closed when all of its pages are. Low slabs are filled first, so that high ones become
-free. A page may have several holders; it is free again when the last one has released it.
+is free and closed when all of its pages are. The lowest slabs are filled first, so that the highest
+ones become free. A page may have several holders; it is free again when the last one has released
+it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class PageAllocator:
             raise ValueError(f"slab_pages={slab_pages}: at least 1")
         self.slab_pages = slab_pages
         self.max_slabs: int | None = None
-        self._free: dict[int, list[int]] = {}  # by open slab
-        self._holders: dict[int, int] = {}  # by page in use
+        self._free: dict[int, list[int]] = {}  # key: number of an open slab
+        self._holders: dict[int, int] = {}  # key: page in use
         self._shares = 0  # holders beyond the first, all pages together
         self._fillable: list[int] = []  # heap of slabs; entries may be out of date
         self._closed: list[int] = []  # heap of slab numbers to open again
@@ -51,7 +52,7 @@ class PageAllocator:
         return sorted(self._free)
 
     def allocate(self, count: int) -> tuple[list[int], list[int]]:
-        """Take `count` pages. Returns their numbers and those of the slabs opened for them.
+        """Take `count` pages. Returns their numbers, and the numbers of newly opened slabs.
 
         Raises:
             RuntimeError: `max_slabs` leaves fewer; nothing was taken.
@@ -88,7 +89,7 @@ class PageAllocator:
         return sum(1 for _ in islice(shared, most))
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Take a holder from each page. Returns the slabs closed because they became free.
+        """Remove one holder from each page. Returns the slabs that became free and were closed.
 
         Raises:
             ValueError: If a page is not in use.

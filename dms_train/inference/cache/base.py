@@ -23,12 +23,12 @@ class Attended(NamedTuple):
 
 
 class HostDrivenCache:
-    """Defaults of a cache whose steps the host drives one by one."""
+    """Defaults of a cache that the host drives step by step."""
 
     capturable: None = None
 
     def note_empty(self, row: int) -> None:
-        """Do nothing: the cache notes nothing about rows on the host."""
+        """Do nothing: the cache records nothing about rows on the host."""
 
     def pages_of_steps(self, steps: int) -> int:
         """Return `steps`: each step takes at most one page of a KV list."""
@@ -48,11 +48,11 @@ class UnrotatedTokens(Protocol):
         ...
 
     def projected(self) -> Projected:
-        """Return what the model projects, for policies that merge before RoPE."""
+        """Return the projections of the model, for policies that merge before RoPE."""
         ...
 
     def replaced(self, key: Tensor, value: Tensor) -> UnrotatedTokens:
-        """Return the same tokens and decisions with other content, [b, n, kv_heads, d] each."""
+        """Return the same tokens with other keys and values, [b, n, kv_heads, d] each."""
         ...
 
     def rotated(self) -> tuple[Tensor, NewTokens]:

@@ -1,4 +1,4 @@
-"""A KV cache that holds the live tokens only.
+"""KV cache that holds the live tokens only.
 
 Every (layer, sequence, KV head) owns a list of pages. Its live tokens fill the slots of that list
 from the front without holes: an arriving token takes the slot of an evicted one. If more tokens are
@@ -39,7 +39,7 @@ def _pages(slots: Tensor, page_slots: int) -> Tensor:
 
 
 class CompactCache(HostDrivenCache):
-    """Pages of one pool, and a policy that says which tokens are kept.
+    """KV cache in pages of one pool; a policy decides which tokens are kept.
 
     Args:
         pool: Pool of the pages.
@@ -98,7 +98,7 @@ class CompactCache(HostDrivenCache):
 
     @property
     def policy_bytes(self) -> int:
-        """Return the bytes that the policy keeps besides its numbers in the slots, for all rows."""
+        """Return the bytes of the policy's state outside the slots, for all rows."""
         return self._state.nbytes
 
     def live(self, rows: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class CompactCache(HostDrivenCache):
     def most_copies(self, row: int, tokens: int) -> int:
         """Return the most shared pages of a row that its next tokens change.
 
-        A decode step changes the state of one more token than the one it stores, at most, unless
-        the policy scores or merges all of them.
+        A decode step changes the stored token and the state of at most one other token. If the
+        policy scores or merges tokens, all states may change.
         """
         if not self.pool.allocator.sharing:
             return 0
@@ -139,19 +139,19 @@ class CompactCache(HostDrivenCache):
     def positions(self, row: int) -> list[list[Tensor]]:
         """Return the positions of a row's live tokens by layer and head, int64 on the CPU."""
         rows = torch.tensor([row], device=self.pool.device)
-        found = []
+        by_layer = []
         for layer in range(len(self._tables)):
             numbers = self._numbers(*self._kv_lists(layer, rows))[0]
             heads = [self.pool.read("position", slots[slots >= 0]).long() for slots in numbers]
-            found.append([head.sort().values.cpu() for head in heads])
-        return found
+            by_layer.append([head.sort().values.cpu() for head in heads])
+        return by_layer
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._state.assign(row, sizes)
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         self._state.reset(rows)
         for layer, table in enumerate(self._tables):
             pages = table[rows]
@@ -189,7 +189,9 @@ class CompactCache(HostDrivenCache):
         slots = slots._replace(state=self.policy.on_store(slots, arrival))
         if single:
             table, lengths = self._write_back(rows, numbers, slots, stored.state, arrival)
-            done = self._attend_stored(slots, self._numbers(table, lengths), grouped[:, :, :, 0])
+            attended = self._attend_stored(
+                slots, self._numbers(table, lengths), grouped[:, :, :, 0]
+            )
         else:
             assert slots.key is not None
             assert slots.value is not None
@@ -200,14 +202,14 @@ class CompactCache(HostDrivenCache):
             if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
             self._write_back(rows, numbers, slots, stored.state, arrival)
-            done = Attended(output, wide.any(2).sum((2, 3)))
+            attended = Attended(output, wide.any(2).sum((2, 3)))
         self._state.store(layer, rows, sequences.lists)
         if layer == len(self._tables) - 1 and balances(self.policy):
             self._balance(rows, sequences)
-        return done
+        return attended
 
     def _balance(self, rows: Tensor, sequences: Sequences) -> None:
-        """Have the policy decide over all layers where prompts end, and evict once more."""
+        """Let the policy decide over all layers where prompts end, then evict again."""
         ends = sequences.ends_prompt
         if not bool(ends.any()):
             return
@@ -321,15 +323,15 @@ class CompactCache(HostDrivenCache):
         self._rewrite(numbers, slots, (stays & changed)[..., :old], content=merge is not None)
         # every KV list has as many unplaced tokens as free slots, in the same order
         unplaced = (keep & ~stays).nonzero(as_tuple=True)
-        list_b, list_h, place = (filled & ~stays).nonzero(as_tuple=True)
+        list_b, list_h, free_slot = (filled & ~stays).nonzero(as_tuple=True)
         size = self.pool.page_slots
-        target = table[list_b, list_h, place // size] * size + place % size
+        target = table[list_b, list_h, free_slot // size] * size + free_slot % size
         self._move(numbers, slots, unplaced, target, arrival)
         self._shrink(slots.layer, rows, lengths)
         return self._kv_lists(slots.layer, rows)
 
     def _rewrite(self, numbers: Tensor, slots: Slots, changed: Tensor, *, content: bool) -> None:
-        """Write back what the policy changed in slots that stay, bool [b, h, old s]."""
+        """Write the policy's changes back to the slots that stay, bool [b, h, old s]."""
         fields = ("position", "state", "key", "value") if content else ("state",)
         old = numbers.shape[-1]
         values = {field: getattr(slots, field)[:, :, :old][changed] for field in fields}
@@ -361,7 +363,7 @@ class CompactCache(HostDrivenCache):
         self.pool.write(target, fields)
 
     def _own(self, layer: int, rows: Tensor, written: Tensor) -> None:
-        """Copy shared pages of which slots are about to be written, bool [b, h, s]."""
+        """Copy shared pages before some of their slots, bool [b, h, s], are written."""
         table, size = self._tables[layer][rows], self.pool.page_slots
         slots = table.shape[-1] * size
         room = F.pad(written, (0, max(0, slots - written.shape[-1])))[..., :slots]
@@ -397,7 +399,7 @@ class CompactCache(HostDrivenCache):
 
 
 class CompactSnapshot:
-    """Pages of a row that it holds together with others.
+    """Snapshot of a row, which shares the row's pages.
 
     Args:
         cache: Cache of the row.
@@ -412,7 +414,7 @@ class CompactSnapshot:
         self._share()
 
     def restore(self, row: int) -> None:
-        """Have an empty row hold the same pages."""
+        """Restore the snapshot into an empty row, which then shares the pages."""
         cache = self._cache
         for layer, stored in enumerate(self._tables):
             table = cache._tables[layer]
@@ -425,7 +427,7 @@ class CompactSnapshot:
         self._share()
 
     def release(self) -> None:
-        """Give up its pages."""
+        """Release the pages of the snapshot."""
         for table in self._tables:
             self._cache.pool.release(table[table >= 0])
         self._tables, self._state = [], []

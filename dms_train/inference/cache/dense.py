@@ -1,4 +1,4 @@
-"""The full-size baseline: every token keeps its slot, evicted ones are masked.
+"""Full-size baseline: every token keeps its slot, and evicted tokens are masked.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, t slots, w state width, d head size.
 """
@@ -27,10 +27,10 @@ _BLOCK = 64  # slots by which a layer grows
 
 
 class DenseCache(HostDrivenCache):
-    """Same results as `CompactCache`, same policies except those that merge; memory only grows.
+    """Cache with the results of `CompactCache`, for policies that do not merge; memory only grows.
 
     Args:
-        policy: Policy that says which tokens are masked.
+        policy: Policy; the tokens that it evicts are masked.
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
@@ -112,19 +112,19 @@ class DenseCache(HostDrivenCache):
 
     def positions(self, row: int) -> list[list[Tensor]]:
         """Return the positions that later queries read, by layer and head, int64 [live]."""
-        found = []
+        by_layer = []
         for slots, evicted in zip(self._slots, self._evicted, strict=True):
             kept = (slots.position[row] >= 0) & ~evicted[row]
             heads = zip(slots.position[row], kept, strict=True)
-            found.append([position[mask].cpu() for position, mask in heads])
-        return found
+            by_layer.append([position[mask].cpu() for position, mask in heads])
+        return by_layer
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._state.assign(row, sizes)
 
     def free(self, rows: Tensor) -> None:
-        """Mark the rows as empty; memory returns when all are."""
+        """Mark the rows as empty; the memory is freed once all rows are."""
         self._state.reset(rows)
         self._used[:, rows] = 0
         self._live[:, rows] = 0
@@ -164,8 +164,8 @@ class DenseCache(HostDrivenCache):
         second = second_query(self.policy, stored, query, arrival.position)
         output, weights = _attend(query, stored.key, stored.value, wide, second)
         if observes(self.policy):
-            found = received(weights, mask)
-            stored = stored._replace(state=self.policy.observe(stored, found))
+            attention = received(weights, mask)
+            stored = stored._replace(state=self.policy.observe(stored, attention))
         newest = arrival.position.amax(1, keepdim=True)
         expired = held & self.policy.evict_mask(stored, newest)
         self._evicted[layer][rows] = evicted | expired[:, :, 0]
@@ -176,7 +176,7 @@ class DenseCache(HostDrivenCache):
         return Attended(output, wide.any(2).sum((2, 3)))
 
     def _stored(self, layer: int, rows: Tensor) -> Slots:
-        """Return the slots of these rows; all rows in order are not copied."""
+        """Return the slots of these rows, without a copy if they are all rows in order."""
         slots = self._slots[layer]
         assert slots.key is not None
         assert slots.value is not None
@@ -193,18 +193,18 @@ class DenseCache(HostDrivenCache):
         after = before + real.sum(1)
         self._reserve(layer, int(after.max()))
         b, token = real.nonzero(as_tuple=True)
-        place = before[b] + real.cumsum(1)[b, token] - 1
+        slot = before[b] + real.cumsum(1)[b, token] - 1
         slots = self._slots[layer]
-        slots.position[rows[b], :, place] = arrival.position[b, token][:, None]
-        slots.state[rows[b], :, place] = 0
-        self._evicted[layer][rows[b], :, place] = False
+        slots.position[rows[b], :, slot] = arrival.position[b, token][:, None]
+        slots.state[rows[b], :, slot] = 0
+        self._evicted[layer][rows[b], :, slot] = False
         for field in ("key", "value"):
             stored = getattr(slots, field)
-            stored[rows[b], :, place] = getattr(arrival, field)[b, :, token].to(stored.dtype)
+            stored[rows[b], :, slot] = getattr(arrival, field)[b, :, token].to(stored.dtype)
         self._used[layer, rows] = after
 
     def _tensors(self, layer: int) -> list[Tensor]:
-        """Return all that a layer stores of its slots, each [rows, h, t, ...]."""
+        """Return all slot tensors of a layer, each [rows, h, t, ...]."""
         slots = self._slots[layer]
         assert slots.key is not None
         assert slots.value is not None
@@ -241,7 +241,7 @@ class DenseSnapshot:
         self._state = cache._state.snapshot(row)
 
     def restore(self, row: int) -> None:
-        """Copy it into an empty row."""
+        """Copy the snapshot into an empty row."""
         cache = self._cache
         for layer, content in enumerate(self._content):
             used = content[0].shape[1]
@@ -259,7 +259,7 @@ class DenseSnapshot:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None
 ) -> tuple[Tensor, Tensor]:
-    """Run `attend_slots` with the heads of a group folded into its queries, which copies no key.
+    """Run `attend_slots` with a group's heads folded into its queries, so that no key is copied.
 
     Args:
         query: [b, h * r, n, d].

@@ -1,8 +1,8 @@
-"""Pages whose free list lies on the device, where decode kernels pop it without the host.
+"""Page pool with its free list on the device, where decode kernels pop pages without the host.
 
-All memory is taken once. The host keeps a lower bound of the free pages: it subtracts what every
-step may have popped, learns their number after each step without waiting for it, and reads it from
-the device when the bound is too low.
+All memory is taken once. The host keeps a lower bound of the number of free pages, and lowers it by
+the pages that each step may pop. It learns the true number after each step without waiting, and
+reads it from the device only if the bound is too low.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class DevicePool:
         dtype: Dtype in which the model computes keys and values.
         device: Device of the pages.
         page_slots: Slots of one page.
-        pages: How many there are, besides page 0.
+        pages: Number of pages besides page 0.
         stored: Dtype of keys and values in the pages, if it is another one.
 
     Attributes:
-        pages: All of them, [pages + 1, 2, page_slots, head_size].
+        pages: All pages, [pages + 1, 2, page_slots, head_size].
         free: Stack of the free pages.
         page_slots: As given.
         dtype: As given.
         max_pages: Pages that can be allocated.
-        peak_pages: Most pages in use, as far as the host has asked.
+        peak_pages: Most pages in use at the times when the host has read their number.
         slot_bytes: Bytes of one slot.
         sharing: Whether any page may have several holders.
         reserved: Pages that were reserved or taken since the beginning.
@@ -64,7 +64,7 @@ class DevicePool:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page, with what is kept about it."""
+        """Return the bytes of one page, including its bookkeeping."""
         return self.page_slots * self.slot_bytes + 8
 
     @property
@@ -77,7 +77,7 @@ class DevicePool:
         return used
 
     def reserve(self, count: int) -> None:
-        """Have `count` free pages ready, which kernels may pop from now on.
+        """Reserve `count` free pages, which kernels may pop from now on.
 
         Raises:
             RuntimeError: A kernel found no page for a token, so that the contents of its cache are
@@ -89,17 +89,17 @@ class DevicePool:
         self._exact = False
 
     def free_pages(self, least: int) -> int:
-        """Return the pages that are free; only a lower bound if that is `least` or more."""
+        """Return the number of free pages; a lower bound is enough if it reaches `least`."""
         if self._left < least and not self._exact:
             self._read()
         return self._left
 
     def mark_stale(self) -> None:
-        """Note that a kernel has released pages; their number is not known."""
+        """Mark the free count as a lower bound, because a kernel has released pages."""
         self._exact = False
 
     def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
-        """Note how many pages were free after an earlier step.
+        """Update the number of free pages from an earlier step.
 
         Args:
             left: Free pages on the device then.
@@ -128,7 +128,7 @@ class DevicePool:
         return self.free.numbers[at]
 
     def share(self, pages: Tensor, more: Tensor) -> None:
-        """Note more holders of pages.
+        """Add holders to pages.
 
         Args:
             pages: int32 [count].
@@ -138,7 +138,7 @@ class DevicePool:
         self._holders.index_add_(0, pages, more)
 
     def _push(self, pages: Tensor) -> None:
-        """Put pages without a holder on the stack."""
+        """Push pages without a holder to the stack."""
         left = self.free.left + torch.arange(len(pages), device=self.device)
         self.free.numbers[left] = pages
         self._holders[pages] = 1
@@ -153,13 +153,13 @@ class DevicePool:
     def _read(self) -> None:
         """Read from the device how many pages are free.
 
-        A page that all of its holders have copied in one step is found here.
+        Pages that all of their holders copied in the same step are collected here.
         """
-        found = [self.free.left, self.free.fault]
+        status = [self.free.left, self.free.fault]
         if self.sharing:
             self._push((self._holders == 0).nonzero()[:, 0].int())
-            found.append(self._holders.max().view(1))
-        self._left, fault, *most = torch.cat(found).tolist()
+            status.append(self._holders.max().view(1))
+        self._left, fault, *most = torch.cat(status).tolist()
         self.sharing, self._exact = most > [1], True
         self._check(fault)
 

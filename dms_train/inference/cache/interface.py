@@ -1,4 +1,4 @@
-"""The interface between a model and a cache.
+"""Interface between a model and a cache.
 
 Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d head size.
 """
@@ -47,12 +47,12 @@ class AttentionStep(NamedTuple):
         sin: Likewise.
         position: int64 [b, n]; -1 for padding.
         rows: Cache rows of the sequences, int64 [b], all different.
-        spec: Spec of a model that borrows channels of its heads; None for any other.
+        spec: Spec of a model with eviction channels in its heads; None for any other.
         adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
             called only where decisions are read.
         lengths: Tokens of each sequence without padding; None if there is none.
         begins: Whether the cache is known to hold nothing of these sequences yet.
-        table: `rotation_table` of `cos` and `sin`; None to have it computed where it is needed.
+        table: `rotation_table` of `cos` and `sin`; None to compute it on demand.
     """
 
     query: Tensor
@@ -77,11 +77,11 @@ class AttentionStep(NamedTuple):
         return method_layer(self.spec).hard(self.query, self.key.squeeze(3)).transpose(1, 2)
 
     def projected(self) -> Projected:
-        """Return what the model projects, for policies that merge before RoPE."""
+        """Return the projections of the model, for policies that merge before RoPE."""
         return Projected(self.query, self.key.squeeze(3), self.value.squeeze(3), self.position)
 
     def replaced(self, key: Tensor, value: Tensor) -> AttentionStep:
-        """Return the same tokens and decisions with other content, [b, n, g, d] each."""
+        """Return the same tokens and decisions with other keys and values, [b, n, g, d] each."""
         decided = self.decisions()
         adapter = None if decided is None else lambda: decided
         return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
@@ -105,7 +105,7 @@ class AttentionStep(NamedTuple):
         return query.flatten(2, 3).transpose(1, 2), arrival
 
     def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, NewTokens]:
-        """Do as `rotated` in one pass over memory, in float32 inside; where Triton runs.
+        """Compute `rotated` in one pass over memory, in float32, where Triton runs.
 
         Args:
             decides: Whether the arriving tokens get their signal.
@@ -153,7 +153,7 @@ class Snapshot(Protocol):
 class KVCache(Protocol):
     """Keys and values of several sequences ("rows"), all layers.
 
-    `base.HostDrivenCache` has the defaults of what only a `CapturableCache` needs.
+    `base.HostDrivenCache` has defaults for the methods that only a `CapturableCache` needs.
 
     Attributes:
         policy: Decides which tokens are kept.
@@ -198,14 +198,14 @@ class KVCache(Protocol):
         """Return the pages that neither a row nor a snapshot holds; infinite without a limit.
 
         Args:
-            least: Number of pages from which on a lower bound is enough.
+            least: A lower bound is enough once it reaches this number.
         """
         ...
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Return the most shared pages of a row that its next tokens change, which copies them.
+        """Return the most shared pages of a row that its next tokens cause to be copied.
 
-        One page of each KV list is not counted for a single token: it is taken or copied.
+        A single token is stored in a new page or in a copied one; that page is not counted here.
         """
         ...
 
@@ -214,15 +214,15 @@ class KVCache(Protocol):
         ...
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Tell the policy whose row it is, before the first token and at every turn."""
+        """Tell the policy which request takes a row, before the first token and at every turn."""
         ...
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
-        """Store the tokens of a layer and let them attend; layers are visited in order."""
+        """Store the tokens of a layer and compute their attention; layers are visited in order."""
         ...
 
     def live(self, rows: Tensor) -> Tensor:
-        """Return the tokens held that a later query may read, int64 [layers, b, kv_heads]."""
+        """Return the number of tokens that later queries may read, int64 [layers, b, kv_heads]."""
         ...
 
     def held_slots(self, rows: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class KVCache(Protocol):
         ...
 
     def note_empty(self, row: int) -> None:
-        """Note on the host that a row was freed; by default there is nothing to note."""
+        """Record on the host that a row was freed; by default there is nothing to record."""
         ...
 
     def pages_of_steps(self, steps: int) -> int:
@@ -252,7 +252,7 @@ class KVCache(Protocol):
         ...
 
     def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
-        """Reserve the pages of a forward pass, which runs inside; by default there are none.
+        """Reserve the pages of the forward pass inside; by default there are none.
 
         Args:
             parts: Row and number of tokens of each sequence.
@@ -261,14 +261,14 @@ class KVCache(Protocol):
 
 
 class CapturableCache(KVCache, Protocol):
-    """KV cache on the device, whose decode steps run without the host.
+    """KV cache on the device; its decode steps run without the host.
 
     Memory never moves, so that captured steps stay valid. The host reserves pages before it
-    launches steps, and learns later from `status` how many they have taken.
+    launches steps, and later reads from `status` how many pages they took.
 
     Attributes:
         captures_prompts: Whether chunks of prompts can be captured as CUDA graphs too.
-        decodes_prompts: Whether the last token of a prompt can be computed like a generated one.
+        decodes_prompts: Whether a prompt's last token can be computed like a generated token.
         eviction_interval: Number of generated tokens after which the policy's hooks evict; the
             last one of them is not computed by captured steps. None if the hooks are not used.
     """
@@ -326,7 +326,7 @@ class CapturableCache(KVCache, Protocol):
         ...
 
     def status(self) -> list[Tensor]:
-        """Return what the host learns after a step, int32 each.
+        """Return the numbers that the host receives after a step, int32 each.
 
         Returns:
             Free pages [1], `FreePages.fault` [1], and the lists that `counts` reads.
@@ -342,7 +342,7 @@ class CapturableCache(KVCache, Protocol):
         ...
 
     def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
-        """Update the number of free pages with that of an earlier step.
+        """Update the number of free pages with the one after an earlier step.
 
         Args:
             left: Free pages on the device after the step.

@@ -1,4 +1,4 @@
-"""The KV lists of a paged cache: page tables and lengths that kernels change on the device.
+"""KV lists of a paged cache: page tables and lengths that kernels change on the device.
 
 Shape letters: b sequences, h KV heads, p pages of a full KV list, n KV lists.
 """
@@ -17,7 +17,7 @@ from dms_train.kernels import dispatch
 class PageTables:
     """Page tables and lengths of the KV lists of a cache; empty at first.
 
-    Every list has a number among those of all layers and rows. The host does not wait.
+    The lists of all layers and rows are numbered consecutively. The host does not wait.
 
     Args:
         pool: Pool of the pages.
@@ -30,8 +30,8 @@ class PageTables:
         pool: As given.
         tables: int32 [layers, rows, h, p], page numbers.
         lengths: int32 [layers, rows, h], slots in use.
-        shared_pages: Pages of each row that others may hold too, at most; snapshots set them, and
-            who frees the row.
+        shared_pages: Upper bound of the shared pages of each row. Snapshots set it, and the caller
+            that frees the row resets it.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class PageTables:
         return self._numbers[layer, rows].flatten()
 
     def places(self) -> Tensor:
-        """Return the places of a page table by number, int64 [p]."""
+        """Return the indices of a page table's entries, int64 [p]."""
         return torch.arange(self.tables.shape[-1], device=self.pool.device)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Return the pages that hold so many slots."""
+        """Return the number of pages that hold these numbers of slots."""
         return (slots + self.pool.page_slots - 1) // self.pool.page_slots
 
     def allocate(self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor) -> Tensor:
-        """Allocate pages so that lists can hold `lengths` int32 [b * h] slots; they are reserved.
+        """Allocate reserved pages so that lists can hold `lengths` int32 [b * h] slots.
 
         Args:
             layer: Layer number.
             rows: int64 [b].
             lists: Their `numbers`.
-            lengths: Slots; the lengths of the lists stay.
+            lengths: Number of slots; the stored lengths of the lists do not change.
 
         Returns:
             Page tables of the rows, int32 [b, h, p].
@@ -103,16 +103,16 @@ class PageTables:
         return self.tables[layer, rows]
 
     def release(self, lists: Tensor, lengths: Tensor) -> None:
-        """Set the lengths of lists, int32 [n], and give back the pages after them."""
+        """Set the lengths of lists, int32 [n], and release the pages after them."""
         self._release(self.tables.flatten(0, 2), self.lengths.view(-1), lengths, lists)
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         lists = self._numbers[:, rows].flatten()
         self.release(lists, self._nothing[: len(lists)])
 
     def free_copies(self, tables: Tensor, lengths: Tensor) -> None:
-        """Give back all pages of the lists of a snapshot.
+        """Release all pages of the lists of a snapshot.
 
         Args:
             tables: int32 [n, p].
@@ -122,7 +122,7 @@ class PageTables:
         self._release(tables, lengths, self._nothing[: len(lengths)], lists)
 
     def _release(self, tables: Tensor, lengths: Tensor, after: Tensor, lists: Tensor) -> None:
-        """Do as `release` for these page tables with these lengths."""
+        """Release pages like `release`, for the given page tables and lengths."""
         kernels, size = dispatch.triton_kernels(), self.pool.page_slots
         kernels.release_pages(tables, lengths, after, lists, self.pool.free, size)
         self.pool.mark_stale()

@@ -1,8 +1,8 @@
-"""The compact cache on a GPU: a decode step is two kernels per layer and no wait of the host.
+"""Compact cache on a GPU: a decode step takes two kernels per layer, and the host never waits.
 
-It holds the same tokens as `CompactCache`, for policies that decide about a token by the time it
-leaves the window, so that only tokens in the window need a position. Prompts are computed by the
-kernels of `kernels.prefill`, where the cache holds FP8 in other pages of the model's dtype. Pages
+The cache holds the same tokens as `CompactCache`. It serves policies that decide about a token by
+the time it leaves the window; only tokens in the window need a position. The kernels of
+`kernels.prefill` compute prompts. An FP8 cache lends them extra pages in the model's dtype. Pages
 are claimed and released on the device as well. All memory is taken once.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, w window, d head size.
@@ -67,18 +67,18 @@ class CacheSizes(NamedTuple):
 
 
 class PagedKVCache:
-    """KV lists of pages, a ring of the window's slots, and a policy that the kernels support.
+    """Paged cache: KV lists of pages, a ring of the window's slots, and a supported policy.
 
     Args:
         pool: Pool of the pages; `page_slots` a power of two.
-        policy: One whose kernel rule is a `WindowRule`.
-        sizes: How much it can hold.
+        policy: Policy whose kernel rule is a `WindowRule`.
+        sizes: Sizes of the cache.
 
     Attributes:
         captures_prompts: Whether chunks of prompts may be captured as CUDA graphs.
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
-        eviction_interval: Generated tokens between two that decode steps do not compute, because
-            the policy's hooks evict after them; None if there are none.
+        eviction_interval: Number of generated tokens after which the policy's hooks evict. Captured
+            decode steps do not compute the last of them. None if the hooks are not used.
         lists: Page tables and lengths of the KV lists.
     """
 
@@ -93,20 +93,20 @@ class PagedKVCache:
         assert not isinstance(rule, str)
         self._rule, window = self._decisions_for(rule)
         layers, rows, heads = kv_lists = sizes[:3]
-        places = -(-sizes.longest // pool.page_slots)
-        self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=places)
+        max_pages = -(-sizes.longest // pool.page_slots)
+        self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=max_pages)
         self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
-        self._exponents: Tensor | None = None  # of FP8 pages
+        self._exponents: Tensor | None = None  # None unless pages hold FP8
         self._wide: WidePages | None = None
         if pool.pages.dtype == FP8:
-            self._exponents = torch.zeros(*kv_lists, places, 2, dtype=torch.int8).to(pool.device)
-            self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
+            self._exponents = torch.zeros(*kv_lists, max_pages, 2, dtype=torch.int8).to(pool.device)
+            self._wide = WidePages(pool.pages, heads=heads, places=max_pages, dtype=pool.dtype)
         self._recording = False
         self._reserves = True  # pages, in each step
-        self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
+        self._memory: dict[int, AttentionWorkspace] = {}  # key: sequences of a step
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
-        """Return how tokens are evicted when they leave the window, and the window."""
+        """Return the eviction rule for tokens that leave the window, and the window."""
         assert isinstance(rule, rules.WindowRule)
         return Decisions(_SOURCES[rule.evicts], shift=rule.shift), rule.window
 
@@ -131,7 +131,7 @@ class PagedKVCache:
         return self.pool.reserved
 
     def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
-        """Note how many pages were free after an earlier step, as the pool's method does."""
+        """Update the number of free pages from an earlier step; see `DevicePool`."""
         self.pool.sync_free_count(left, fault, reserved)
 
     @property
@@ -146,14 +146,14 @@ class PagedKVCache:
 
     @property
     def table_bytes(self) -> int:
-        """Return the bytes of tables, and of the pages in which prompts are computed."""
+        """Return the bytes of the page tables, and of the extra pages for prompts."""
         tables = (self.lists.tables, self.lists.lengths, self._rings, self._exponents)
         wide = 0 if self._wide is None else self._wide.nbytes
         return wide + self.policy_bytes + sum(x.nbytes for x in tables if x is not None)
 
     @property
     def policy_bytes(self) -> int:
-        """Return the bytes of what the policy keeps besides pages, for all rows."""
+        """Return the bytes of the policy's state outside the pages, for all rows."""
         return sum(x.nbytes for x in self._policy_tensors())
 
     def _policy_tensors(self) -> list[Tensor]:
@@ -161,8 +161,8 @@ class PagedKVCache:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Return the most bytes that a snapshot takes besides its pages."""
-        copied = [*self._row_tensors(), *self._place_tensors()]
+        """Return the most bytes that a snapshot takes in addition to its pages."""
+        copied = [*self._row_tensors(), *self._page_tensors()]
         return sum(x.nbytes // x.shape[1] for x in copied)
 
     @property
@@ -186,14 +186,14 @@ class PagedKVCache:
 
     def most_copies(self, row: int, tokens: int) -> int:
         """Return the shared pages of a row; 0 for one token, which takes or copies one page."""
-        if not self.pool.sharing:  # no page has several holders any more
+        if not self.pool.sharing:  # no page has several holders now
             self.lists.shared_pages[row] = 0
         return 0 if tokens == 1 else self.lists.shared_pages[row]
 
     def snapshot(self, row: int) -> PagedSnapshot:
         """Take a snapshot of a row, which shares its pages."""
-        tensors, places = self._row_tensors(), self._place_tensors()
-        return PagedSnapshot(self.lists, row, row_tensors=tensors, place_tensors=places)
+        row_tensors, page_tensors = self._row_tensors(), self._page_tensors()
+        return PagedSnapshot(self.lists, row, row_tensors=row_tensors, place_tensors=page_tensors)
 
     def live(self, rows: Tensor) -> Tensor:
         """Return the live tokens, int64 [layers, b, h]."""
@@ -204,7 +204,7 @@ class PagedKVCache:
         return self.lists.pages(self.live(rows)) * self.pool.page_slots
 
     def view(self, layer: int) -> PagedCache:
-        """Return one layer as the kernels see it."""
+        """Return one layer in the form that the kernels take."""
         exponents = None if self._exponents is None else self._exponents[layer]
         kv_lists = (self.lists.tables[layer], self.lists.lengths[layer], self._rings[layer])
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
@@ -217,11 +217,11 @@ class PagedKVCache:
         return None
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         self.lists.free(rows)
 
     def note_empty(self, row: int) -> None:
-        """Note that a freed row shares no pages."""
+        """Record that a freed row shares no pages."""
         self.lists.shared_pages[row] = 0
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
@@ -244,15 +244,15 @@ class PagedKVCache:
         together = b
         if self._wide is not None:
             together = self._wide.sequences(n) if step.begins else 1
-        pages, done = self._most_pages(step), []
+        pages, results = self._most_pages(step), []
         for part in map(slice, range(0, b, together), range(together, b + together, together)):
             taken = sum(pages[part])
             whole = step.lengths is None
             chunk = Chunk(step.rows[part], query[part], arrival.of(part), taken, step.begins, whole)
-            done.append(self._prefill(layer, chunk))
-        if len(done) == 1:
-            return done[0]
-        outputs, reads = zip(*done, strict=True)
+            results.append(self._prefill(layer, chunk))
+        if len(results) == 1:
+            return results[0]
+        outputs, reads = zip(*results, strict=True)
         return Attended(torch.cat(outputs), torch.cat(reads))
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
@@ -317,7 +317,7 @@ class PagedKVCache:
         return kernels.attend(rotated, cache, token.rows, scale, self._memory[b])
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
-        """Return how a step decides and what it clears from the query.
+        """Return the source of a step's decisions, and the query channel that it clears.
 
         Args:
             spec: Spec of a model whose query carries an eviction channel; None for any other.
@@ -386,7 +386,7 @@ class PagedKVCache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Capture the steps inside, or let them store nothing; they reserve no pages."""
+        """Capture the steps inside; they store nothing and reserve no pages."""
         before = self._recording, self._reserves
         self._recording, self._reserves = True, False
         try:
@@ -423,10 +423,10 @@ class PagedKVCache:
 
     @contextmanager
     def reserved(self, parts: list[tuple[int, int]]) -> Iterator[None]:
-        """Have pages ready for a pass inside, whose steps reserve none.
+        """Reserve the pages of a forward pass; the steps inside reserve none.
 
         Args:
-            parts: Rows, and how many tokens each computes.
+            parts: Row and number of tokens of each sequence.
         """
         layers, _, heads = self.lists_shape
         taken = layers * heads * sum(self._pages_of(tokens) for _, tokens in parts)
@@ -446,15 +446,15 @@ class PagedKVCache:
         return self.lists.allocate(layer, rows, lists, lengths)
 
     def _row_tensors(self) -> list[Tensor]:
-        """Return what else a row holds, [layers, rows, ...]."""
+        """Return the tensors with one entry per row, [layers, rows, ...]."""
         return [self.lists.lengths, self._rings]
 
-    def _place_tensors(self) -> list[Tensor]:
-        """Return what has an entry for each place, [layers, rows, h, p, ...]."""
+    def _page_tensors(self) -> list[Tensor]:
+        """Return the tensors with one entry per page, [layers, rows, h, p, ...]."""
         return [x for x in (self.lists.tables, self._exponents) if x is not None]
 
     def _most_pages(self, step: AttentionStep) -> list[int]:
-        """Return the pages that the tokens of each sequence take in a layer, at most."""
+        """Return the most pages that the tokens of each sequence take in a layer."""
         b, n = step.position.shape
         heads = self.lists.lengths.shape[2]
         return [heads * self._pages_of(length) for length in step.lengths or (n,) * b]

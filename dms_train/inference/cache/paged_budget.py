@@ -1,12 +1,12 @@
-"""The paged cache for policies with a budget.
+"""Paged cache for policies with a budget.
 
-Generated tokens are stored and attended by the kernels of `PagedKVCache`. After the attention of a
-layer, one more kernel chooses the token of each KV list that leaves; the next token takes its slot.
-Inside and at the end of a prompt the policy's own hooks decide, in torch operations, and the tokens
-that stay move to the front of their KV lists.
+The kernels of `PagedKVCache` store and attend generated tokens. After the attention of a layer, one
+more kernel chooses the token of each KV list that is evicted; the next token takes its slot. Inside
+and at the end of a prompt, the policy's own hooks decide in torch operations. The tokens that stay
+then move to the front of their KV lists.
 
-Positions and scores of the slots are kept by KV list and not by page, so that KV lists that share
-pages have their own.
+Positions and scores belong to KV lists and not to pages: KV lists may share a page, but each has
+its own positions and scores.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, s slots,
 m recent queries, d head size.
@@ -57,17 +57,17 @@ from dms_train.kernels.decode.types import (
 from dms_train.method.base import MethodSpec
 
 _REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
-_QUERIES = 512  # of a prompt whose scores are held at a time
-_SCORES = 2**26  # numbers of them, at most
+_QUERIES = 512  # queries of a prompt that are scored at a time
+_SCORES = 2**26  # most scores in memory at a time
 
 
 class BudgetPagedCache(PagedKVCache):
-    """A paged cache whose KV lists keep to the budget of a policy.
+    """Paged cache whose KV lists keep to the budget of a policy.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: One whose kernel rule is a `BudgetRule`.
-        sizes: How much it can hold.
+        policy: Policy whose kernel rule is a `BudgetRule`.
+        sizes: Sizes of the cache.
     """
 
     captures_prompts = False  # the host chooses how much memory they take
@@ -88,9 +88,9 @@ class BudgetPagedCache(PagedKVCache):
         self._recent = policy.recent_queries
         shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
-        self._query_places: tuple[Tensor, Tensor]  # of the step that is computed
-        self._choice: Choice | None = None  # of the step that is computed
-        self._inside = [False]  # its sequences whose prompts decide
+        self._query_index: tuple[Tensor, Tensor]  # belongs to the current step
+        self._choice: Choice | None = None  # belongs to the current step
+        self._inside = [False]  # for each sequence of the step, whether the hooks decide
         self._logits: SlotLogits | None = None
         if self._scored:
             most = min(slots, _largest_budget(policy, layers, sizes.longest) + 1)
@@ -111,15 +111,15 @@ class BudgetPagedCache(PagedKVCache):
         return [self._positions, self._scores, self._queries, *(self._logits or ())]
 
     def view(self, layer: int) -> PagedCache:
-        """Return one layer as the kernels see it."""
+        """Return one layer in the form that the kernels take."""
         return super().view(layer)._replace(positions=self._positions[layer])
 
     def status(self) -> list[Tensor]:
-        """Return the status of `PagedKVCache`, and rings, whose odd entries are evicted tokens."""
+        """Return the status of `PagedKVCache`, and the rings; odd entries are evicted tokens."""
         return [*super().status(), *([self._rings.view(-1)] if self._scored else [])]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the counts of `PagedKVCache`; scored tokens are evicted after they were read."""
+        """Return the counts of `PagedKVCache`; scored tokens are read before their eviction."""
         return lists[0], lists[0] - lists[1] % 2 if self._scored else lists[0]
 
     def live(self, rows: Tensor) -> Tensor:
@@ -147,26 +147,26 @@ class BudgetPagedCache(PagedKVCache):
         return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._requests.assign(row, sizes)
         if self._budget_rule.evicts == rules.OLDEST and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
-            # another budget may keep what was to leave
+            # another budget may keep the marked token
             for layer in range(len(self.lists.lengths)):
                 self._mark_oldest(layer, rows)
 
     def free(self, rows: Tensor) -> None:
-        """Give back all pages of these rows, int64 [b]."""
+        """Release all pages of these rows, int64 [b]."""
         super().free(rows)
         self._rings[:, rows] = 0
 
     def _row_tensors(self) -> list[Tensor]:
         return [*super()._row_tensors(), self._queries]
 
-    def _place_tensors(self) -> list[Tensor]:
+    def _page_tensors(self) -> list[Tensor]:
         size = self.pool.page_slots
         own = [x for x in (self._positions, self._scores) if x.numel()]
-        return [*super()._place_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
+        return [*super()._page_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, evict and attend; the host waits where the policy's hooks decide."""
@@ -186,12 +186,12 @@ class BudgetPagedCache(PagedKVCache):
             inside.device
         )
         for compute, those in ((self._decode, ~inside), (self._prompt, inside)):
-            done = compute(layer, _some(step, those.nonzero()[:, 0]))
-            output[those], reads[those] = done.output, done.reads
+            attended = compute(layer, _some(step, those.nonzero()[:, 0]))
+            output[those], reads[those] = attended.output, attended.reads
         return Attended(output, reads)
 
     def _prompts_of(self, step: AttentionStep) -> list[bool]:
-        """Return by one-token row whether the hooks decide after it, not the kernels."""
+        """Return, for each one-token row, whether hooks decide after it, not kernels."""
         if self.decodes_prompts:
             return [False] * len(step.rows)
         end = step.position[:, 0] + 1
@@ -199,8 +199,8 @@ class BudgetPagedCache(PagedKVCache):
         inside = end <= sequences.prompt
         if self.eviction_interval is not None:
             inside = inside | self.policy.evicts_after(sequences)
-        found: list[bool] = inside.tolist()
-        return found
+        by_hooks: list[bool] = inside.tolist()
+        return by_hooks
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
@@ -211,10 +211,10 @@ class BudgetPagedCache(PagedKVCache):
         if layer == 0:
             self._choice = self._choice_of(token)
             if self._recent:
-                self._query_places = token.rows.long(), token.position.long() % self._recent
+                self._query_index = token.rows.long(), token.position.long() % self._recent
         if self._recent:
             newest = rotated.view(b, *self._queries.shape[3:])
-            self._queries[layer].index_put_(self._query_places, newest)
+            self._queries[layer].index_put_(self._query_index, newest)
         if b not in self._memory:
             self._memory[b] = kernels.attention_workspace(rotated, cache)
         logits = None
@@ -230,7 +230,7 @@ class BudgetPagedCache(PagedKVCache):
         return output
 
     def _choice_of(self, token: Step) -> Choice | None:
-        """Return which tokens leave after a step; None for none."""
+        """Return the rule that selects the evicted token after a step; None to evict none."""
         rule = self._budget_rule
         if rule.evicts == rules.NEVER:
             return None
@@ -243,28 +243,28 @@ class BudgetPagedCache(PagedKVCache):
         return Choice(kind, *limits, _REDUCTIONS[rule.reduce], rule.together)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
-        """Compute tokens after which the policy's hooks decide."""
+        """Compute tokens, then let the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
         if self._budget_rule.evicts == rules.OLDEST:
             n = range(0, query.shape[2], _QUERIES)
-            parts = [
+            chunks = [
                 self._stream(layer, step.rows, query[:, :, i : i + _QUERIES], _part(arrival, i))
                 for i in n
             ]
-            output = torch.cat([part.output for part in parts], 2)
-            return Attended(output, torch.stack([part.reads for part in parts]).sum(0))
+            output = torch.cat([chunk.output for chunk in chunks], 2)
+            return Attended(output, torch.stack([chunk.reads for chunk in chunks]).sum(0))
         self._close(layer, step.rows)
         before = self.lists.lengths[layer, step.rows]
         pages = sum(self._most_pages(step))
-        done = self._prefill(layer, Chunk(step.rows, query, arrival, pages, step.begins))
+        attended = self._prefill(layer, Chunk(step.rows, query, arrival, pages, step.begins))
         self._note(layer, step.rows, before, query, arrival.position)
         self._evict(layer, step.rows, query, arrival.position)
-        return done
+        return attended
 
     def _note(
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
     ) -> None:
-        """Keep positions of tokens that were stored after `before` [b, h], and queries."""
+        """Keep the queries, and the positions of tokens stored after the first `before` [b, h]."""
         most = int(self.lists.lengths[layer, rows].max())
         column = torch.arange(most, dtype=torch.int32, device=before.device)
         since = column - before[..., None]
@@ -282,16 +282,16 @@ class BudgetPagedCache(PagedKVCache):
             self._queries[layer][rows[b], position[b, n] % m] = newest.to(self._queries.dtype)
 
     def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
-        """Return the newest queries [b, h, m, r, d], 0 where there were fewer."""
+        """Return the newest queries [b, h, m, r, d]; 0 for missing ones."""
         m = self._recent
         if not m:
             return None
         at = end[:, None] - m + torch.arange(m, device=end.device)
-        found = self._queries[layer][rows[:, None], at % m]
-        return found.masked_fill((at < 0)[..., None, None, None], 0).transpose(1, 2)
+        queries = self._queries[layer][rows[:, None], at % m]
+        return queries.masked_fill((at < 0)[..., None, None, None], 0).transpose(1, 2)
 
     def _evict(self, layer: int, rows: Tensor, query: Tensor, position: Tensor) -> None:
-        """Drop what the policy does not keep after a part of a prompt that is stored."""
+        """Drop the tokens that the policy evicts after a stored chunk of a prompt."""
         end = position.amax(1) + 1
         start = end - (position >= 0).sum(1)
         sequences = self._requests.sequences(
@@ -312,7 +312,7 @@ class BudgetPagedCache(PagedKVCache):
             self._fill(layer, rows, slots, keep)
 
     def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
-        """Compute a part of a prompt whose queries read what is left at their position."""
+        """Compute a chunk of a prompt in which each query reads the tokens left at its position."""
         at = arrival.position
         end = at.amax(1) + 1
         sequences = self._requests.sequences(rows, end - (at >= 0).sum(1), end)
@@ -329,7 +329,7 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(output, mask.sum((2, 3)))
 
     def _mark_oldest(self, layer: int, rows: Tensor) -> None:
-        """Mark the token of each KV list that leaves when the next one arrives."""
+        """Mark the token of each KV list that is evicted when the next one arrives."""
         position = self._stored_positions(layer, rows)
         following = position.amax((1, 2)) + 1
         limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))
@@ -358,8 +358,8 @@ class BudgetPagedCache(PagedKVCache):
     def _contents(self, layer: int, rows: Tensor) -> Slots:
         """Return the tokens of KV lists by slot; 0 in empty slots."""
         position = self._stored_positions(layer, rows)
-        places = position.shape[-1] // self.pool.page_slots
-        pages = self.pool.pages[self.lists.tables[layer, rows, :, :places].long()]
+        num_pages = position.shape[-1] // self.pool.page_slots
+        pages = self.pool.pages[self.lists.tables[layer, rows, :, :num_pages].long()]
         content = pages.transpose(2, 3).flatten(3, 4)  # [b, h, 2, s, d]
         content = content.masked_fill((position < 0)[:, :, None, :, None], 0)
         state = torch.zeros(*position.shape, self.policy.state_width, device=position.device)
@@ -369,7 +369,7 @@ class BudgetPagedCache(PagedKVCache):
         return Slots(layer, position, state, content[:, :, 0], content[:, :, 1])
 
     def _fill(self, layer: int, rows: Tensor, slots: Slots, keep: Tensor) -> None:
-        """Have KV lists hold some tokens, bool [b, h, s], in the order of their positions."""
+        """Reduce KV lists to the kept tokens, bool [b, h, s], in the order of their positions."""
         assert slots.key is not None
         assert slots.value is not None
         size, before = self.pool.page_slots, self.lists.lengths[layer, rows]
@@ -397,7 +397,7 @@ class BudgetPagedCache(PagedKVCache):
 
 
 def _largest_budget(policy: CachePolicy, layers: int, longest: int) -> int:
-    """Return the budget of a sequence whose prompt has as many tokens as a sequence may have."""
+    """Return the budget of a sequence whose prompt has the maximum length."""
     end, seed = torch.tensor([longest]), torch.zeros(1, dtype=torch.int64)
     whole = Sequences(layers, end - 1, end, prompt=end, limit=end, seed=seed, lists={})
     return int(policy.limits(whole).most)
@@ -416,7 +416,7 @@ def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
 
 
 def _part(arrival: NewTokens, start: int) -> NewTokens:
-    """Return the tokens of a prompt from `start` on that are computed at a time."""
+    """Return the next block of prompt tokens, from `start` on."""
     part = slice(start, start + _QUERIES)
     key, value = arrival.key[:, :, part], arrival.value[:, :, part]
     return NewTokens(arrival.position[:, part], key, value, None)
@@ -429,7 +429,7 @@ def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
     b, heads, n, _ = query.shape
     h, s = slots.position.shape[1:]
     zero = torch.zeros(b, h, heads // h, s, device=query.device)
-    found = AttentionReceived(zero, zero, zero)
+    attention = AttentionReceived(zero, zero, zero)
     block = max(1, min(_QUERIES, _SCORES // (b * heads * s)))
     for start in range(0, n, block):
         part = slice(start, start + block)
@@ -438,6 +438,8 @@ def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
         weights = attend_slots(query[:, :, part], slots.key, slots.value, mask[:, :, None])[1]
         some = received(weights, mask)
         there = (at[:, part] >= 0).any(1)[:, None, None, None]
-        newest = torch.where(there, some.newest, found.newest)
-        found = AttentionReceived(found.total + some.total, newest, found.squares + some.squares)
-    return found
+        newest = torch.where(there, some.newest, attention.newest)
+        attention = AttentionReceived(
+            attention.total + some.total, newest, attention.squares + some.squares
+        )
+    return attention

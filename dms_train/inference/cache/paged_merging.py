@@ -1,9 +1,9 @@
-"""The paged cache for policies that merge tokens: states that continue overwrite their slot.
+"""Paged cache for policies that merge tokens: a merged state overwrites its slot.
 
-With a window of 0 and a shift of 1, the state before one that continues is an evicted token whose
-slot is used again, so that the kernels of `PagedKVCache` store and attend the states. One more
-kernel, or torch operations in a prompt, makes them: the newest tokens of every KV list are kept
-unmerged, as the policy has them.
+The kernels of `PagedKVCache` store and attend the states with a window of 0 and a shift of 1. If a
+token continues its predecessor, the previous state counts as evicted, and the new state takes its
+slot. One more kernel computes the states; in a prompt, torch operations do. Both read the newest
+tokens of every KV list, which are kept unmerged, as in the policy.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, m tokens that
 a state averages besides the newest, d head size.
@@ -33,12 +33,12 @@ from dms_train.method.base import MethodSpec
 
 
 class MergingPagedCache(PagedKVCache):
-    """A paged cache with the newest tokens of its KV lists beside the states.
+    """Paged cache that keeps the newest unmerged tokens of its KV lists in addition to the states.
 
     Args:
         pool: As for `PagedKVCache`.
-        policy: One whose kernel rule is a `MergeRule`.
-        sizes: How much it can hold.
+        policy: Policy whose kernel rule is a `MergeRule`.
+        sizes: Sizes of the cache.
     """
 
     captures_prompts = False  # their states are torch operations
@@ -62,12 +62,12 @@ class MergingPagedCache(PagedKVCache):
         )
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
-        """Return that an entry is evicted as soon as its successor continues it."""
+        """Return the rule that evicts an entry as soon as its successor continues it."""
         assert isinstance(rule, MergeRule)
         return Decisions(SIGNAL, shift=rule.shift), 0
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
-        """Return that nothing is read from the query: the kernel that merges decides and clears."""
+        """Return decisions without a query channel: the merge kernel decides and clears."""
         return Decisions(NEVER)
 
     def _policy_tensors(self) -> list[Tensor]:
@@ -87,22 +87,22 @@ class MergingPagedCache(PagedKVCache):
         return super()._append_and_attend(layer, merged, self._rule, None)
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
-        """Merge and rotate a part of prompts, and keep its newest tokens."""
+        """Merge and rotate a chunk of prompts, and keep its newest tokens."""
         names, stored = ("key", "value", "weights"), self._newest()
         size, rows = stored[0].shape[3], step.rows
         start = torch.where(step.position >= 0, step.position, torch.iinfo(torch.int64).max).amin(1)
-        place = torch.arange(size, device=rows.device)
-        number = start[:, None] - size + place  # of the tokens before the part
+        index = torch.arange(size, device=rows.device)
+        number = start[:, None] - size + index  # tokens before the chunk
         lists = {
             name: x[layer, rows[:, None], :, number % size].transpose(1, 2)
             for name, x in zip(names, stored, strict=True)
         }
-        absent = (number < 0)[:, None, :, None]  # what an earlier request has left there
+        absent = (number < 0)[:, None, :, None]  # left over from an earlier request
         lists = {name: x.masked_fill(absent, 0.0) for name, x in lists.items()}
         content = self.policy.accumulate(step.projected(), lists)
         assert content is not None
         merged = step.replaced(*content)
-        at = (step.position.amax(1, keepdim=True) + 1 + place) % size
+        at = (step.position.amax(1, keepdim=True) + 1 + index) % size
         for name, x in zip(names, stored, strict=True):
             x[layer, rows[:, None], :, at] = lists[name].transpose(1, 2).to(x.dtype)
         return merged.rotated()

@@ -1,7 +1,7 @@
 """State of a paged cache before a chunk of prompts, in the form of `kernels.prefill`.
 
-The ring of a paged cache says by token number in which slots the last tokens lie and which of them
-are marked for eviction; `kernels.prefill` takes them in the order of their positions.
+The ring of a paged cache holds, by token number, the slots of the last tokens and their eviction
+marks. `kernels.prefill` takes them in the order of their positions.
 
 Shape letters: b sequences, h KV heads, r cache rows, n tokens of a chunk, w window, k recent tokens
 that a chunk includes.
@@ -23,13 +23,13 @@ from dms_train.kernels.prefill.sparse import PrefillState, last_slots, recent_to
 
 
 class Chunk(NamedTuple):
-    """The next tokens of some prompts, as a layer receives them.
+    """Next tokens of some prompts, in the form that a layer receives.
 
     Attributes:
         rows: Cache rows, int64 [b].
         query: With RoPE, [b, query heads, n, d].
         arrival: The tokens.
-        pages: Most pages that they take.
+        pages: Most pages that the tokens take.
         begins: Whether the cache holds nothing of these prompts.
         whole: Whether no prompt has padding.
     """
@@ -67,14 +67,14 @@ def state_before(
 def evictions(
     before: PrefillState, signal: Tensor | None, n: int, real: Tensor | None, rule: Decisions
 ) -> Tensor:
-    """Return which recent and arriving tokens are evicted, as far as decided: [b, h, k + n].
+    """Return the eviction decisions known so far for recent and arriving tokens, [b, h, k + n].
 
     Args:
         before: State before the chunk.
         signal: bool [b, h, n] by deciding token; None if the policy does not use it.
         n: Tokens of the chunk.
         real: bool [b, n], whether a token exists; None if all do.
-        rule: How decisions are made.
+        rule: Rule of the decisions.
     """
     k = before.evicted.shape[-1]
     whole = F.pad(before.evicted, (0, n))
@@ -113,12 +113,12 @@ def changed_pages(before: PrefillState, window: int, places: int, page_slots: in
 def commit_prefill(
     chunk: PrefillChunk, before: PrefillState, ring: Tensor, rows: Tensor, source: int
 ) -> Tensor:
-    """Note the last tokens of a chunk in the ring, and count what its queries attend.
+    """Write the last tokens of a chunk to the ring, and count the slots that its queries read.
 
     Args:
-        chunk: The chunk, whose tokens are stored.
+        chunk: The chunk; its tokens are already stored.
         before: State before it.
-        ring: int32 [r, h, w + 1]; updated, unless decisions come from nowhere.
+        ring: int32 [r, h, w + 1]; updated, unless there are no decisions.
         rows: int64 [b].
         source: Source of the decisions, as in `Decisions`.
 

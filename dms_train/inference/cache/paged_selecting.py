@@ -1,8 +1,8 @@
-"""The paged cache that keeps every token; a generated token reads the pages that may matter.
+"""Paged cache that keeps every token; a generated token reads selected pages only.
 
 The append kernel keeps the lowest and highest keys of every page. Before the attention of a layer,
-two kernels bound what each query head may give to a page and choose the best pages
-(`kernels.decode.triton_bounds`); the attention reads those only. Prompts read everything.
+two kernels bound the scores of the pages for each query head, and select the best pages
+(`kernels.decode.triton_bounds`). The attention reads only these. Prompts read everything.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots of a page, d head size.
 """
@@ -30,16 +30,16 @@ from dms_train.kernels.decode.types import (
     Step,
 )
 
-_ALL = 2**30  # pages: no KV list has as many
+_ALL = 2**30  # number of pages above that of any KV list
 
 
 class SelectingPagedCache(PagedKVCache):
-    """A paged cache with bounds of its pages.
+    """Paged cache with bounds for the keys of its pages.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: One whose kernel rule is a `PageRule`; its pages are whole pages of the pool.
-        sizes: How much it can hold.
+        policy: Policy whose kernel rule is a `PageRule`; its pages are whole pages of the pool.
+        sizes: Sizes of the cache.
     """
 
     captures_prompts = False
@@ -53,12 +53,12 @@ class SelectingPagedCache(PagedKVCache):
         size = (len(pool.pages), 2, pool.pages.shape[-1])
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
         self._reads = torch.zeros_like(self.lists.lengths)
-        self._selections: dict[int, PageSelection] = {}  # by sequences of a step
-        self._wanted: PageBudget  # of the step that is computed
-        self._places: Tensor  # its sequences in a selection
+        self._selections: dict[int, PageSelection] = {}  # key: sequences of a step
+        self._wanted: PageBudget  # belongs to the current step
+        self._selection_rows: Tensor  # index of each sequence in the step; -1 for none
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
-        """Return that nothing is evicted."""
+        """Return the rule that evicts nothing."""
         return Decisions(NEVER), 0
 
     @property
@@ -67,7 +67,7 @@ class SelectingPagedCache(PagedKVCache):
         return super().table_bytes + self._bounds.nbytes + self._reads.nbytes
 
     def view(self, layer: int) -> PagedCache:
-        """Return one layer as the kernels see it."""
+        """Return one layer in the form that the kernels take."""
         return super().view(layer)._replace(bounds=self._bounds)
 
     def status(self) -> list[Tensor]:
@@ -81,7 +81,7 @@ class SelectingPagedCache(PagedKVCache):
         return torch.cat([whole, some], -3), lists[0]
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._requests.assign(row, sizes)
 
     def _read(self, layer: int) -> Tensor:
@@ -109,33 +109,33 @@ class SelectingPagedCache(PagedKVCache):
         )
         some = cache._replace(table=chosen.table, lengths=chosen.lengths)
         output = kernels.attend(
-            rotated, some, self._places, d**-0.5, self._memory[b], readers=chosen.heads
+            rotated, some, self._selection_rows, d**-0.5, self._memory[b], readers=chosen.heads
         )
         return output
 
     def _plan(self, token: Step) -> None:
-        """Compute how many pages the sequences of a step read."""
+        """Compute the number of pages that each sequence of a step reads."""
         start = token.position.long()
         sequences = self._requests.sequences(token.rows, start, start + 1)
         count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)
         many = self._page_rule.page // self.pool.page_slots
         self._wanted = PageBudget(count, many, self._page_rule.last)
-        place = torch.arange(len(token.rows), device=token.rows.device)
-        self._places = torch.where(token.rows < 0, -1, place)
+        batch_index = torch.arange(len(token.rows), device=token.rows.device)
+        self._selection_rows = torch.where(token.rows < 0, -1, batch_index)
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
         before = self.lists.lengths[layer, tokens.rows]
-        done = super()._prefill(layer, tokens)
+        attended = super()._prefill(layer, tokens)
         self._bound(layer, tokens.rows, before)
-        return done
+        return attended
 
     def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
         """Compute the bounds of pages that changed since KV lists had `before` [b, h] tokens."""
         size, lengths = self.pool.page_slots, self.lists.lengths[layer, rows]
         first = max(0, int(before.min()) - 1) // size
-        place = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)
-        table = self.lists.tables[layer, rows][..., place].long()
-        slot = place[:, None] * size + torch.arange(size, device=rows.device)
+        page_index = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)
+        table = self.lists.tables[layer, rows][..., page_index].long()
+        slot = page_index[:, None] * size + torch.arange(size, device=rows.device)
         held = (slot < lengths[..., None, None])[..., None]  # [b, h, p, s, 1]
         keys = self.pool.pages[table, 0]
         lowest = keys.masked_fill(~held, torch.inf).amin(3)

@@ -12,14 +12,14 @@ from dms_train.inference.cache.page_tables import PageTables
 
 
 class PagedSnapshot:
-    """Pages of a row that it holds together with others, and what describes them.
+    """Snapshot that shares the pages of a row and copies the row's tensors.
 
     Args:
-        lists: The KV lists of the cache that it is taken of.
+        lists: KV lists of the cache.
         row: The row.
         row_tensors: Tensors of the cache by row, the lengths first, [layers, rows, ...] each.
-        place_tensors: Tensors by place of a page table, the page tables first,
-            [layers, rows, h, p, ...] each.
+        place_tensors: Tensors with one entry per page, the page tables first, [layers, rows, h, p,
+            ...] each.
     """
 
     def __init__(
@@ -31,29 +31,29 @@ class PagedSnapshot:
         place_tensors: list[Tensor],
     ) -> None:
         self._lists = lists
-        self._row_tensors, self._place_tensors = row_tensors, place_tensors
+        self._row_tensors, self._page_tensors = row_tensors, place_tensors
         pages = lists.pages(lists.lengths[:, row])
-        places, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
+        max_pages, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
         self._state = [x[:, row].clone() for x in row_tensors]
-        self._tables = [x[:, row, :, :places].clone() for x in place_tensors]
-        held = lists.places()[:places] < pages[..., None]
+        self._tables = [x[:, row, :, :max_pages].clone() for x in place_tensors]
+        held = lists.places()[:max_pages] < pages[..., None]
         self._tables[0].masked_fill_(~held, 0)  # no page
         self._share(row)
 
     def restore(self, row: int) -> None:
-        """Have an empty row hold the same pages."""
+        """Restore the snapshot into an empty row, which then shares the pages."""
         for x, stored in zip(self._row_tensors, self._state, strict=True):
             x[:, row] = stored
-        for x, stored in zip(self._place_tensors, self._tables, strict=True):
+        for x, stored in zip(self._page_tensors, self._tables, strict=True):
             x[:, row, :, : stored.shape[2]] = stored
         self._share(row)
 
     def release(self) -> None:
-        """Give up its pages."""
+        """Release the pages of the snapshot."""
         self._lists.free_copies(self._tables[0].flatten(0, 1), self._state[0].view(-1))
 
     def _share(self, row: int) -> None:
-        """Note that a row and this snapshot hold the same pages."""
+        """Record that a row and this snapshot hold the same pages."""
         pages = self._tables[0].flatten()
         self._lists.pool.share(pages, (pages != 0).int())
         self._lists.shared_pages[row] = self._count

@@ -41,7 +41,7 @@ def by_group(x: Tensor, heads: int) -> Tensor:
 
 
 def observes(policy: CachePolicy) -> bool:
-    """Return whether a policy evicts by the attention that tokens receive."""
+    """Return whether a policy evicts by attention received."""
     return policy.scored and type(policy).observe is not CachePolicy.observe
 
 
@@ -51,7 +51,7 @@ def balances(policy: CachePolicy) -> bool:
 
 
 def received(weights: Tensor, mask: Tensor) -> AttentionReceived:
-    """Return what the slots received in a pass.
+    """Return the attention that the slots received in a pass.
 
     Args:
         weights: Attention weights, [b, h * r, n, s].
@@ -66,12 +66,12 @@ def received(weights: Tensor, mask: Tensor) -> AttentionReceived:
 
 
 def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> Tensor:
-    """Return what each query head reads, bool [b, h, 1 or r, n, s].
+    """Return the slots that each query head reads, bool [b, h, 1 or r, n, s].
 
     Args:
-        policy: The policy, which selects where there is one query.
+        policy: The policy; it may restrict a single query to some slots.
         slots: Slots of the layer.
-        mask: bool [b, h, n, s], what it leaves.
+        mask: bool [b, h, n, s], slots that are not evicted.
         query: [b, h, r, n, d].
     """
     chosen = policy.select(slots, query[:, :, :, 0]) if query.shape[3] == 1 else None
@@ -81,7 +81,7 @@ def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> 
 def second_query(
     policy: CachePolicy, slots: Slots, query: Tensor, at: Tensor
 ) -> SecondQuery | None:
-    """Return the queries for keys that the policy moves, moved the other way.
+    """Return the queries for keys that the policy moves, moved in the opposite direction.
 
     Args:
         policy: The policy.
@@ -99,9 +99,9 @@ def second_query(
 
 
 def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:
-    """Add evicted tokens to others; return the slots and which are targets, bool [b, h, s].
+    """Add evicted tokens to kept ones, at least in float32.
 
-    Computed in float32 at least.
+    Returns the slots, and whether each of them is a target, bool [b, h, s].
     """
     assert slots.key is not None
     assert slots.value is not None

@@ -47,18 +47,18 @@ class PolicyState:
         return sum(tensor.nbytes for lists in self._lists for tensor in lists.values())
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
+        """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
 
     def reset(self, rows: Tensor) -> None:
-        """Forget what is known of these rows, int64 [b]."""
+        """Forget the requests of these rows, int64 [b]."""
         self._sizes[rows] = 0
         for lists in self._lists:
             for tensor in lists.values():
                 tensor[rows] = 0
 
     def sequences(self, layer: int, rows: Tensor, position: Tensor, query: Tensor) -> Sequences:
-        """Return the sequences of a pass, with its queries among the recent ones.
+        """Return the sequences of a pass; their recent queries include those of the pass.
 
         Args:
             layer: Layer number.
@@ -108,10 +108,10 @@ class PolicyState:
             before = query.new_zeros(b, h, m, r, d)
         order = real.int().argsort(dim=1, stable=True)  # padding first
         query = query.gather(2, order[:, None, :, None, None].expand_as(query))
-        place = count + torch.arange(m, device=query.device)  # without the padding
-        place = torch.where(place < m, place, place + n - count)
+        index = count + torch.arange(m, device=query.device)  # without the padding
+        index = torch.where(index < m, index, index + n - count)
         both = torch.cat([before, query], 2)
-        return both.gather(2, place[:, None, :, None, None].expand(b, h, m, r, d))
+        return both.gather(2, index[:, None, :, None, None].expand(b, h, m, r, d))
 
     def store(self, layer: int, rows: Tensor, lists: dict[str, Tensor]) -> None:
         """Keep the policy's tensors, [b, h, ...] each, of these rows."""
@@ -136,7 +136,7 @@ class PolicyState:
         ]
 
     def restore(self, row: int, stored: list[dict[str, Tensor]]) -> None:
-        """Put copies into an empty row; its request sizes stay."""
+        """Write copies to an empty row; its request sizes do not change."""
         rows = self._sizes.new_tensor([row])
         for layer, lists in enumerate(stored):
             self.store(layer, rows, {name: tensor[None] for name, tensor in lists.items()})

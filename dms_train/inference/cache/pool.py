@@ -1,4 +1,4 @@
-"""Memory of compact caches: pages of slots in slabs, shared by layers and sequences."""
+"""Memory of compact caches: slabs of pages of slots, shared by layers and sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BySlab(NamedTuple):
     """Slots or pages sorted by the slab they lie in, so that each slab is visited once.
 
     Attributes:
-        order: int64 [n], their places in the list that was sorted.
+        order: int64 [n], their indices in the list before sorting.
         parts: Slab number and int64 [.] offsets in that slab, in this order.
     """
 
@@ -23,7 +23,7 @@ class BySlab(NamedTuple):
 
 
 class PagePool:
-    """Slots by number. A slot holds a key, a value, a position and a policy's numbers.
+    """Slots by number. A slot holds a key, a value, a position and the policy's numbers.
 
     Slot S lies in page S // page_slots at offset S % page_slots.
 
@@ -66,7 +66,7 @@ class PagePool:
         return None if slabs is None else slabs * self.allocator.slab_pages
 
     def limit(self, slabs: int) -> None:
-        """Open no more slabs than this at the same time."""
+        """Limit the number of slabs that are open at the same time."""
         self.allocator.max_slabs = slabs
 
     @property
@@ -118,8 +118,8 @@ class PagePool:
         """Return which pages have several holders: int64 [...] to bool [...]; False for -1."""
         if not self.allocator.sharing:
             return torch.zeros_like(pages, dtype=torch.bool)
-        found = self.allocator.shared(pages.flatten().tolist())
-        return torch.tensor(found, dtype=torch.bool, device=pages.device).view(pages.shape)
+        is_shared = self.allocator.shared(pages.flatten().tolist())
+        return torch.tensor(is_shared, dtype=torch.bool, device=pages.device).view(pages.shape)
 
     def unshare(self, pages: Tensor) -> Tensor:
         """Copy pages, int64 [count], and release the originals. Returns the copies, int64 [count].
@@ -136,7 +136,7 @@ class PagePool:
         return copies
 
     def release(self, pages: Tensor) -> None:
-        """Take a holder from pages, int64 [count]; slabs without one return to the system."""
+        """Remove a holder from pages, int64 [count]; slabs without holders return to the system."""
         for slab in self.allocator.release(pages.tolist()):
             del self._slabs[slab]
 
@@ -145,7 +145,7 @@ class PagePool:
         return _by_slab(pages, self.allocator.slab_pages)
 
     def read_pages(self, field: str, pages: BySlab) -> Tensor:
-        """Return the one field of whole pages, in the order of `pages`: [n, page_slots, *field]."""
+        """Return one field of whole pages, in the order of `pages`: [n, page_slots, *field]."""
         tail, dtype = self._fields[field]
         shape = (len(pages.order), self.page_slots, *tail)
         values = torch.empty(shape, dtype=dtype, device=self.device)
@@ -159,22 +159,24 @@ class PagePool:
         tail, dtype = self._fields[field]
         flat = _by_slab(slots.reshape(-1), self._slab_slots)
         values = torch.zeros(slots.numel(), *tail, dtype=dtype, device=self.device)
-        found = [self._slabs[slab][field].index_select(0, offset) for slab, offset in flat.parts]
-        if found:
-            values[flat.order] = torch.cat(found)
+        slab_values = [
+            self._slabs[slab][field].index_select(0, offset) for slab, offset in flat.parts
+        ]
+        if slab_values:
+            values[flat.order] = torch.cat(slab_values)
         return values.reshape(*slots.shape, *tail)
 
     def write(self, slots: Tensor, fields: dict[str, Tensor]) -> None:
         """Scatter fields. slots: int64 [n], all different; values of fields: [n, *field]."""
-        order, parts = _by_slab(slots, self._slab_slots)
-        counts = [len(offset) for _, offset in parts]
+        order, slab_offsets = _by_slab(slots, self._slab_slots)
+        counts = [len(offset) for _, offset in slab_offsets]
         for field, values in fields.items():
             values = values.detach().to(self._fields[field][1])[order]
-            for (slab, offset), part in zip(parts, torch.split(values, counts), strict=True):
+            for (slab, offset), part in zip(slab_offsets, torch.split(values, counts), strict=True):
                 self._slabs[slab][field][offset] = part
 
     def _paged(self, slab: int, field: str) -> Tensor:
-        """Return the one field of a slab, [pages, page_slots, *field]."""
+        """Return one field of a slab, [pages, page_slots, *field]."""
         flat = self._slabs[slab][field]
         return flat.view(self.allocator.slab_pages, self.page_slots, *flat.shape[1:])
 

@@ -26,7 +26,7 @@ def pages_of(numbers: Tensor, page_slots: int) -> Tensor:
 def attend_chosen(
     pool: PagePool, numbers: Tensor, chosen: Tensor, query: Tensor, second: SecondQuery | None
 ) -> Attended:
-    """Attend to some slots only; no others are read.
+    """Attend to some slots; other slots are not read.
 
     Args:
         pool: Pool of the slots.
@@ -74,7 +74,7 @@ def attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
     weights = by_list.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
     by_page = weights.view(b, h, r, columns, size).transpose(2, 3).flatten(0, 2)
     value = pool.read_pages("value", chosen)
-    parts = by_page[chosen.order].to(value.dtype) @ value
-    output = torch.zeros(b * h, r, d, dtype=wide, device=parts.device)
-    output.index_add_(0, kv_list, parts.to(wide))
+    page_outputs = by_page[chosen.order].to(value.dtype) @ value
+    output = torch.zeros(b * h, r, d, dtype=wide, device=page_outputs.device)
+    output.index_add_(0, kv_list, page_outputs.to(wide))
     return output.to(value.dtype).view(b, h, r, d)

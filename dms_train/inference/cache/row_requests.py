@@ -1,4 +1,4 @@
-"""The sizes of the requests in the rows of a paged cache, on the host and on the device.
+"""Sizes of the requests in the rows of a paged cache, on the device.
 
 Shape letters: b sequences.
 """
@@ -23,18 +23,18 @@ class RowRequests:
 
     def __init__(self, layers: int, rows: int, device: torch.device) -> None:
         self._layers = layers
-        # row -1 is for places of a step that are not used
+        # row -1 is for unused batch slots of a step
         self._sizes = torch.zeros(rows + 1, len(RequestSizes._fields), dtype=torch.int64)
         self._sizes = self._sizes.to(device)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Note the sizes of the request, or turn, that takes a row."""
+        """Store the sizes of the request, or turn, that takes a row."""
         self._sizes[row] = sent(list(sizes), self._sizes.device)
 
     def sequences(
         self, rows: Tensor, start: Tensor, end: Tensor, query: Tensor | None = None
     ) -> Sequences:
-        """Describe a pass over rows [b], -1 for none; the host does not wait.
+        """Return the sequences of a pass over rows [b], -1 for none; the host does not wait.
 
         Args:
             rows: Integers [b].

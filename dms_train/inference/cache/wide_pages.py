@@ -1,8 +1,8 @@
-"""Pages in which prompts are computed where the cache stores FP8.
+"""Pages in the model's dtype, in which the prompts of an FP8 cache are computed.
 
-The kernels of prompts read and write pages of the model's dtype. A chunk is computed in pages that
-all layers use in turn: what the cache holds is read into them before, and the pages that have
-changed are stored after it. Nothing here waits for the device.
+The prompt kernels read and write pages of the model's dtype. All layers use these pages in turn.
+Before a chunk, the contents of the cache are read into them; afterwards, the changed pages are
+stored. Nothing here waits for the device.
 
 Shape letters: b sequences, h KV heads, p pages of a full KV list, s slots, d head size.
 """
@@ -23,24 +23,24 @@ class WidePages:
         stored: FP8 pages of the cache [any, 2, s, d].
         heads: KV heads.
         places: Pages of a full KV list.
-        dtype: In which prompts are computed.
+        dtype: Dtype of the model.
     """
 
     def __init__(self, stored: Tensor, *, heads: int, places: int, dtype: torch.dtype) -> None:
         device = stored.device
-        self._stored, self._heads, self._places = stored, heads, places
+        self._stored, self._heads, self._max_pages = stored, heads, places
         self._pages = torch.empty(heads * places, *stored.shape[1:], dtype=dtype, device=device)
         self._numbers = torch.arange(heads * places, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes taken."""
+        """Return the bytes of the pages."""
         return self._pages.nbytes + self._numbers.nbytes
 
     def sequences(self, tokens: int) -> int:
-        """Return the sequences of `tokens` tokens that fit at the same time, at least 1."""
+        """Return the number of sequences of `tokens` tokens that fit at a time, at least 1."""
         slots = self._pages.shape[2]
-        return max(1, self._places // -(-tokens // slots))
+        return max(1, self._max_pages // -(-tokens // slots))
 
     def read(self, table: Tensor, exponents: Tensor, lengths: Tensor) -> Pages:
         """Return the KV lists of a chunk's sequences.
@@ -61,10 +61,10 @@ class WidePages:
         return pages
 
     def empty(self, sequences: int) -> Pages:
-        """Return the pages for KV lists that hold nothing yet."""
-        places = self._places // sequences
-        numbers = self._numbers[: sequences * self._heads * places]
-        return Pages(self._pages, numbers.view(sequences, self._heads, places))
+        """Return the pages for KV lists that are still empty."""
+        num_pages = self._max_pages // sequences
+        numbers = self._numbers[: sequences * self._heads * num_pages]
+        return Pages(self._pages, numbers.view(sequences, self._heads, num_pages))
 
     def write(
         self, table: Tensor, exponents: Tensor, lengths: Tensor, changed: Tensor | None
@@ -72,7 +72,7 @@ class WidePages:
         """Store the KV lists.
 
         Args:
-            table: int32 [b, h, p], where they are stored.
+            table: int32 [b, h, p], the pages to store to.
             exponents: int8 [b, h, p, 2]; written.
             lengths: int32 [b, h], slots in use.
             changed: bool [b, h, p], pages to store; None for all.
@@ -88,5 +88,5 @@ class WidePages:
 
     def _lists(self, sequences: int) -> Tensor:
         """Return the pages by KV list, [b * h, p, 2, s, d]."""
-        lists, places = sequences * self._heads, self._places // sequences
-        return self._pages[: lists * places].view(lists, places, *self._pages.shape[1:])
+        lists, num_pages = sequences * self._heads, self._max_pages // sequences
+        return self._pages[: lists * num_pages].view(lists, num_pages, *self._pages.shape[1:])

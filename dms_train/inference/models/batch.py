@@ -1,6 +1,6 @@
 """Tokens of a forward pass: flat for the layers, by sequence for the cache.
 
-Shape letters: t tokens of a pass, b sequences of a micro-batch, n their most tokens.
+Shape letters: t tokens of a pass, b sequences of a micro-batch, n most tokens of one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class MicroBatch(NamedTuple):
         rows: Cache rows, int64 [b], all different.
         position: int64 [b, n]; -1 for padding after a sequence.
         tokens: Range of their tokens in the flat order.
-        source: int64 [b, n], index among these tokens; None if there is no padding.
+        source: int64 [b, n], index among the tokens of the micro-batch; None if there is no
+            padding.
         target: int64 [tokens], index in b * n of each token; None if there is no padding.
         lengths: Tokens of each sequence; None if there is no padding.
         begins: Whether the cache is known to be empty for these sequences.
@@ -52,7 +53,7 @@ class MicroBatch(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """Tokens of a pass, which follow the tokens in the cache.
+    """Tokens of a pass; they follow the tokens in the cache.
 
     Attributes:
         tokens: int64 [t].
@@ -86,14 +87,14 @@ class TokenBatch(NamedTuple):
         position = np.arange(len(flat)) + np.repeat(first - begins, lengths)
         rows = np.array([row for row, _, _ in parts])
         micro_batches = []
-        for part in _parts(lengths):
+        for part in _micro_batch_slices(lengths):
             batch = _micro_batch(rows[part], first[part], lengths[part], device)
             start = int(begins[part.start])
             micro_batches.append(batch._replace(tokens=slice(start, start + batch.tokens.stop)))
         return cls(sent(flat, device), sent(position, device), micro_batches)
 
 
-def _parts(lengths: Integers) -> list[slice]:
+def _micro_batch_slices(lengths: Integers) -> list[slice]:
     """Divide sequences into micro-batches.
 
     Single-token sequences form one micro-batch. Longer ones are batched while padding at most
@@ -103,14 +104,14 @@ def _parts(lengths: Integers) -> list[slice]:
         lengths: Tokens of each sequence, ascending, [b].
     """
     single, end = int((lengths == 1).sum()), len(lengths)
-    parts = []
+    slices = []
     while end > single:
-        tokens = lengths[single:end][::-1].cumsum()  # of the last one, the last two, ...
+        tokens = lengths[single:end][::-1].cumsum()  # sums over the last one, the last two, ...
         fits = lengths[end - 1] * np.arange(1, len(tokens) + 1) <= 2 * tokens
         begin = end - int(fits.sum())
-        parts.append(slice(begin, end))
+        slices.append(slice(begin, end))
         end = begin
-    return [*([slice(0, single)] if single else []), *parts[::-1]]
+    return [*([slice(0, single)] if single else []), *slices[::-1]]
 
 
 def _micro_batch(
@@ -125,16 +126,16 @@ def _micro_batch(
         device: Device of the tensors.
     """
     n, total = int(lengths.max()), int(lengths.sum())
-    place = np.arange(n)
-    there = place < lengths[:, None]
-    position = np.where(there, first[:, None] + place, -1)
+    index = np.arange(n)
+    there = index < lengths[:, None]
+    position = np.where(there, first[:, None] + index, -1)
     micro_batch = MicroBatch(
         sent(rows, device), sent(position, device), slice(0, total), begins=not first.any()
     )
     if there.all():
         return micro_batch
     begins = (lengths.cumsum() - lengths)[:, None]
-    source = begins + np.minimum(place, lengths[:, None] - 1)
+    source = begins + np.minimum(index, lengths[:, None] - 1)
     (target,) = there.ravel().nonzero()
     return micro_batch._replace(
         source=sent(source, device), target=sent(target, device), lengths=tuple(lengths.tolist())

@@ -189,11 +189,11 @@ class Attention(nn.Module):
                 begins=batch.begins,
                 table=angles.table,
             )
-            done = inputs.cache.step(self.layer, step)
-            outputs.append(batch.flatten(done.output.transpose(1, 2).flatten(2)))
-            reads.append(done.reads)
+            attended = inputs.cache.step(self.layer, step)
+            outputs.append(batch.flatten(attended.output.transpose(1, 2).flatten(2)))
+            reads.append(attended.reads)
         return self.o_proj(_joined(outputs)), _joined(reads)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

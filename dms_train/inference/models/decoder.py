@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states, through a cache.
+    """Decoder that computes hidden states from token ids, through a cache.
 
     Args:
         architecture: The model.

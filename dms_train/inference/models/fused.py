@@ -1,8 +1,9 @@
-"""Decode step of a decoder in six kernels per layer, over the decoder's own weights.
+"""Decode step in six kernels per layer, with the weights of a decoder.
 
-A layer is a product for queries, keys and values; storage in the cache, with RoPE and the eviction
-decision; attention; and three more products. RMSNorm, SwiGLU and the residual additions are parts
-of the products. Triton is imported on first use.
+The first kernel of a layer computes queries, keys and values. The second applies RoPE, decides
+about evictions and stores the token. The third computes attention. Three more matrix products
+follow. RMSNorm, SwiGLU and the residual additions are parts of the products. Triton is imported on
+first use.
 
 Shape letters: m tokens, one per sequence; h query heads; g KV heads; d head size; c hidden
 size; f width of the MLP.
@@ -23,13 +24,13 @@ from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.kernels.layers.types import EmbeddingTables, LinearWorkspace, NormedInput
 
-_SEQUENCES = 64  # of a program of a product
-_SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
-_CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or H200
+_SEQUENCES = 64  # most sequences of a program
+_SHARED_BYTES = 192 * 2**10  # largest program; an H100 has 227 KiB
+_CACHED_BYTES = 16 * 2**20  # weights that stay in the L2 cache of an H100 or H200
 
 
 def can_fuse(decoder: Decoder, sequences: int) -> bool:
-    """Return whether the kernels compute a step of this many sequences, and as fast as torch.
+    """Return whether the kernels support a step of this many sequences, and are as fast as torch.
 
     They do not support decisions from an adapter, nor GPUs with too little shared memory. With more
     sequences than a program takes, products read their weights several times. These must then fit
@@ -54,7 +55,7 @@ class _Buffers(NamedTuple):
 
     Attributes:
         residual: [m, c], the residual stream.
-        normed: The residual stream before the division of the next RMSNorm.
+        normed: Residual stream before the division of the next RMSNorm.
         qkv: [m, (h + 2 g) * d].
         inner: [m, f].
         logits: [m, vocab].
@@ -100,7 +101,7 @@ class FusedDecoder:
             last: int64 [cache rows], newest token of each row.
 
         Returns:
-            [m, vocab], overwritten by the next step of as many sequences.
+            [m, vocab], overwritten by the next step of the same number of sequences.
         """
         decoder, kernels = self._decoder, self._kernels
         m = len(inputs.tokens)

@@ -18,13 +18,13 @@ from dms_train.inference.models.decoder import Decoder
 from dms_train.method.base import MethodSpec
 from dms_train.observe.log import logger
 
-# Merged products, and the tensors of Hugging Face's files that they consist of.
+# Merged weights, and the tensors of Hugging Face's files from which they are concatenated.
 _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_ADAPTER = "dms_proj_alpha"  # in the names of the weights of NVIDIA's adapter variant
+_ADAPTER = "dms_proj_alpha"  # name part of weights in NVIDIA's adapter variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,9 +104,9 @@ def _stored_names(name: str, architecture: Architecture) -> list[str]:
     if name == "lm_head.weight":
         tied = architecture.tie_word_embeddings
         return ["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    for merged, parts in _MERGED.items():
+    for merged, projections in _MERGED.items():
         if f".{merged}." in name:
-            return [f"model.{name.replace(merged, part)}" for part in parts]
+            return [f"model.{name.replace(merged, projection)}" for projection in projections]
     return [f"model.{name}"]
 
 
@@ -125,8 +125,8 @@ def _assign(
         for stored in sources:
             if stored not in known:
                 raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
-        parts = [_converted(reader, stored, dtype, device) for stored in sources]
-        weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tensors = [_converted(reader, stored, dtype, device) for stored in sources]
+        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     if architecture.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)

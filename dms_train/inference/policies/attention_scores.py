@@ -57,7 +57,7 @@ def window_logits(slots: Slots, sequences: Sequences) -> WindowLogits:
 def window_attention(slots: Slots, sequences: Sequences) -> Tensor:
     """Return the mean attention of the recent queries to each slot, [b, h, r, s].
 
-    A query that sees none of the tokens that are left gives nothing.
+    A query that sees none of the remaining tokens gives nothing.
     """
     logits, seen, real = window_logits(slots, sequences)
     mean: Tensor = (logits.softmax(-1) * (seen & real)).sum(3) / real.sum(3)

@@ -1,8 +1,8 @@
-"""The interface of cache policies: which tokens are evicted and when, merged, and read.
+"""Interface of cache policies, which decide about eviction, merging and reading of tokens.
 
 A cache passes its slots to the policy and does not depend on the method. Everything is vectorised
-over sequences, KV heads and slots. The cache owns all state: that of every slot, and that of every
-KV list (`PolicyState`), which it resets, copies and restores with the tokens.
+over sequences, KV heads and slots. The cache owns the state of every slot and of every KV list
+(`PolicyState`). It resets, copies and restores this state together with the tokens.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, q queries,
 s slots, w `state_width`, m recent queries, d head size.
@@ -13,15 +13,15 @@ One forward pass of a layer calls, in this order:
 1. `on_store`: stored and arriving tokens get their state; arriving ones are identified by position.
 2. Unscored policies and a single token: `evict_mask` and `merge`, then the kept tokens and the
    arriving one are stored; `select` may restrict what is read; attention.
-   Otherwise: attention over stored and arriving tokens, masked with `evict_mask` at every query
-   (scored policies see all of them), then `observe` if scored, `evict_mask` at the newest token and
-   `merge`, then the kept tokens are stored.
+   Otherwise: attention over stored and arriving tokens. `evict_mask` masks them at every query;
+   scored policies see all of them and then call `observe`. `evict_mask` at the newest token and
+   `merge` follow. Then the kept tokens are stored.
 
 After the last layer of a pass that ends prompts, `balance` may set the policy's tensors of all
 layers; `evict_mask` and `merge` are then asked once more for each layer of these sequences, with
 `start` equal to `end`.
 
-How many tokens a pass may have is asked with `max_tokens` before it is planned.
+Before a pass is planned, `max_tokens` states how many tokens it may have.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RequestSizes(NamedTuple):
     """Sizes of a request, known before it runs.
 
     Attributes:
-        prompt: Tokens of its prompt, those of earlier turns included.
-        limit: Most tokens of the sequence, generated ones included.
+        prompt: Number of tokens of its prompt, earlier turns included.
+        limit: Most tokens of the sequence, including generated ones.
         seed: Seed of its random numbers.
     """
 
@@ -64,7 +64,7 @@ class RequestSizes(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences of a pass.
+    """Sequences of a pass.
 
     Attributes:
         layers: Attention layers of the model.
@@ -73,12 +73,12 @@ class Sequences(NamedTuple):
         prompt: int64 [b], as in `RequestSizes`.
         limit: int64 [b], likewise.
         seed: int64 [b], likewise.
-        lists: The policy's own tensors [b, h, ...], by name; to be replaced with what is to be
-            kept. A name is absent until it is set. The third dimension may grow.
-        query: [b, h, m, r, d], the newest queries with RoPE, the last one at the end; 0 where there
-            were fewer. Only for policies with `recent_queries`.
+        lists: The policy's own tensors [b, h, ...], by name. The policy replaces them to keep new
+            values. A name is absent until it is set. The third dimension may grow.
+        query: [b, h, m, r, d], the newest queries with RoPE, the last one at the end; 0 for missing
+            ones. Only for policies with `recent_queries`.
         frequency: [d / 2], radians by which RoPE turns a pair of channels for each position; None
-            where a cache was built without.
+            if the cache was built without it.
     """
 
     layers: int
@@ -98,7 +98,7 @@ class Sequences(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The tokens of one layer, as a policy sees them.
+    """Tokens of one layer in the form that a policy reads.
 
     Attributes:
         layer: Layer number.
@@ -141,7 +141,7 @@ class NewTokens(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """The tokens of a pass as the model projects them, before RoPE.
+    """Tokens of a pass before RoPE, as projected by the model.
 
     Attributes:
         query: [b, n, h, r, d].
@@ -162,7 +162,7 @@ class AttentionReceived(NamedTuple):
     Attributes:
         total: [b, h, r, s], summed over the queries.
         newest: [b, h, r, s], from the newest query of each sequence; 0 where it has none.
-        squares: [b, h, r, s], of the attention of each query, summed.
+        squares: [b, h, r, s], sum of the squared attention of each query.
     """
 
     total: Tensor
@@ -174,14 +174,14 @@ class Merge(NamedTuple):
     """Evicted tokens that are added to others, after these were scaled.
 
     Attributes:
-        source: int64 [pairs], slots by their place in b * h * s.
+        source: int64 [pairs], slots by their index in b * h * s.
         target: int64 [pairs], likewise; kept slots of the same KV lists.
-        key_weight: [pairs], what each source's key is multiplied by.
+        key_weight: [pairs], factor on each source's key.
         value_weight: [pairs].
-        key_scale: [b, h, s], what keys are multiplied by first; 1 except in targets.
+        key_scale: [b, h, s], factor on keys before the addition; 1 except in targets.
         value_scale: [b, h, s].
-        source_key: [pairs, d], what is added in place of each source's stored key, such as the key
-            at another position; None for the stored one.
+        source_key: [pairs, d], added instead of each source's stored key, such as the key at
+            another position; None adds the stored key.
     """
 
     source: Tensor
@@ -197,8 +197,8 @@ class PositionShift(NamedTuple):
     """Tokens whose keys are read as if they were at other positions.
 
     Attributes:
-        slots: bool [b, h, s], which ones.
-        by: int64 [b, q], how many positions further, for each query.
+        slots: bool [b, h, s], True for these tokens.
+        by: int64 [b, q], distance to the new position, for each query.
     """
 
     slots: Tensor
@@ -206,20 +206,21 @@ class PositionShift(NamedTuple):
 
 
 class CachePolicy:
-    """A compression method. Inherit from it to get default hooks that do nothing.
+    """Compression method. Subclasses inherit default hooks that do nothing.
 
     Attributes:
         state_width: float32 numbers kept with each slot.
-        scored: Whether tokens are evicted after attention, by what they received or hold.
+        scored: Whether tokens are evicted after attention, by received attention or content.
         needs_content: Whether the hooks read keys and values.
-        recent_queries: How many of the newest queries the hooks read.
-        state_tokens: Tokens for each entry of `Sequences.lists` where these grow with the sequence;
-            0 where none of them does. `cache_bytes` counts them.
+        recent_queries: Number of the newest queries that the hooks read.
+        state_tokens: Tokens per entry of `Sequences.lists` if its tensors grow with the sequence;
+            otherwise 0. `cache_bytes` counts them.
         window: Newest tokens that are never evicted.
-        shareable: Whether the state after a token depends on the tokens up to it only, not on the
-            request or on how a prompt is split into passes, so that other requests can start from
-            it. A scored policy that evicts inside a prompt must state one token in `max_tokens`.
-        evicts_prompt_only: Whether no token of a prompt is evicted later than `window` tokens after
+        shareable: Whether other requests can start from the state after a token. The state may then
+            depend only on the tokens up to it, not on the request or on the division of a prompt
+            into passes. A scored policy that evicts inside a prompt must state one token in
+            `max_tokens`.
+        evicts_prompt_only: Whether prompt tokens are evicted no later than `window` tokens after
             the end of the prompt.
     """
 
@@ -233,7 +234,7 @@ class CachePolicy:
     evicts_prompt_only: bool = True
 
     def kernel_rule(self) -> KernelRule | str:
-        """Return what the decode kernels do for this policy, or why they cannot.
+        """Return the rule by which the decode kernels serve this policy, or why they cannot.
 
         The reason completes a sentence that starts with the name of the class. A subclass inherits
         the rule unless it overrides a hook below; it then declares a rule of its own.
@@ -243,7 +244,7 @@ class CachePolicy:
     def limits(self, sequences: Sequences) -> Limits:
         """Return budgets, for a `BudgetRule` with OLDEST or LEAST.
 
-        A longer request must not have a smaller one: that of the longest sequence sizes memory.
+        A longer request must not have a smaller budget, because the longest sequence sizes memory.
         Called while a decode step is captured: use torch operations that do not wait for the
         device.
         """
@@ -252,7 +253,7 @@ class CachePolicy:
     def pages(self, sequences: Sequences) -> Tensor:
         """Return the number of pages that a query head reads, int64 [b], for a `PageRule`.
 
-        Called while a decode step is captured, as `limits`.
+        Called while a decode step is captured, like `limits`.
         """
         raise NotImplementedError
 
@@ -263,8 +264,8 @@ class CachePolicy:
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
         """Return the most tokens of the next pass of a sequence; None for any number.
 
-        By default a scored policy takes parts of the prompt and then one token at a time, also
-        where generated tokens are computed again.
+        By default, a scored policy takes chunks of the prompt, then one token at a time. The same
+        holds when generated tokens are computed again.
         """
         if not self.scored:
             return None
@@ -273,7 +274,7 @@ class CachePolicy:
     def accumulate(
         self, tokens: Projected, lists: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values [b, n, h, d], before RoPE, to store in place of the tokens'.
+        """Return keys and values [b, n, h, d], before RoPE, to store instead of the tokens' own.
 
         Called before anything else. `lists` are the policy's own tensors, as in `Sequences`, and
         may be replaced. None, the default, leaves the tokens as they are.
@@ -297,7 +298,7 @@ class CachePolicy:
         return slots.state
 
     def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
-        """Return where tokens that are about to be evicted (bool [b, h, s]) go; None for nowhere.
+        """Return the merge of tokens about to be evicted, bool [b, h, s]; None merges nothing.
 
         For policies with `needs_content` only.
         """
@@ -308,7 +309,7 @@ class CachePolicy:
 
         Args:
             lists: The policy's tensors of every layer, as `Sequences.lists`; to be changed.
-            sequences: Those whose prompts end; their own `lists` are empty.
+            sequences: Sequences whose prompts end; their own `lists` are empty.
         """
         return
 
@@ -320,7 +321,10 @@ class CachePolicy:
         return None
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """Return what queries [b, h, r, d] read in decoding: bool [b, h, r, s]; None for all."""
+        """Return the slots that queries [b, h, r, d] of one decoded token read, bool [b, h, r, s].
+
+        None, the default, reads all slots.
+        """
         return None
 
 
@@ -351,14 +355,14 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """A policy that can be chosen by name.
+    """Policy that can be selected by name.
 
     Attributes:
-        options: A frozen dataclass; its fields are bool, int, float or str, or one of them or None,
-            have defaults, and may state limits as `Annotated[int, AtLeast(1)]` does.
-        build: Makes the policy from its options and from the `MethodSpec` that the model was
-            trained for, which is None for a dense model.
-        trained: Whether the model must have been trained for the method of that name.
+        options: A frozen dataclass. Its fields are bool, int, float or str, each optionally None,
+            and have defaults. They may state limits, for example `Annotated[int, AtLeast(1)]`.
+        build: Builds the policy from its options and the `MethodSpec` of the model; None for a
+            dense model.
+        trained: Whether the model must have been trained for the method with the policy's name.
     """
 
     options: type

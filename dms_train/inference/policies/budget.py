@@ -18,7 +18,7 @@ _ROUNDING = 1e-9  # so that 33 tokens at a ratio of 1.1 are 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetOptions:
-    """A number of tokens, or a compression ratio of the request.
+    """Number of tokens, or compression ratio of the request.
 
     Attributes:
         budget: Tokens of each KV list.
@@ -34,7 +34,7 @@ class BudgetOptions:
     budget_mode: Annotated[str, OneOf(TOTAL, INPUT, GROWING)] = TOTAL
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield a line for no budget or for two."""
+        """Yield an error line if there is no budget, or if there are two."""
         if (self.budget is None) == (self.cr is None):
             yield "needs a budget: give budget (tokens) or cr (compression ratio), one of them"
 
@@ -48,7 +48,7 @@ class BudgetOptions:
         return (exact + _ROUNDING).long().clamp(min=1)
 
     def exact(self, sequences: Sequences) -> Tensor:
-        """Return the budget of each sequence before it is rounded, float64 [b]."""
+        """Return the unrounded budget of each sequence, float64 [b]."""
         if self.budget is not None:
             return torch.full_like(sequences.end, self.budget, dtype=torch.float64)
         assert self.cr is not None

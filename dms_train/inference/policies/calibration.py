@@ -1,9 +1,10 @@
-"""Top-p sets of scores that are no attention, calibrated to the attention (Hard-KV, appendix D).
+"""Top-p sets of derived scores, calibrated to the attention (Hard-KV, appendix D).
 
-Scores that a method derives from attention are sharper or flatter than it is, so that a threshold
-p takes fewer or more tokens. A temperature brings the mass of as many tokens as the attention needs
-for p back to what they have there. The order of the scores stays. The symbols of problem 1 are lost
-in the text at hand; this is a reading of it.
+Scores derived from attention are sharper or flatter than the attention itself. A threshold p
+therefore takes fewer or more tokens. Calibration counts the tokens that the attention needs to
+reach p. It then finds the temperature at which the same number of top scores has the same mass. The
+order of the scores stays. The symbols of problem 1 are lost in the available text; this is an
+interpretation.
 
 Shape letters: m queries, s tokens; "..." are KV lists.
 """
@@ -15,20 +16,20 @@ from torch import Tensor
 
 GRADIENT, BINARY = "gradient", "binary"
 _LOWEST, _HIGHEST = 1e-3, 10.0  # temperatures
-_START, _RATE, _STEPS, _CLOSE = 0.5, 1e-2, 50, 1e-2  # of Adam, which stops at an error of _CLOSE
+_START, _RATE, _STEPS, _CLOSE = 0.5, 1e-2, 50, 1e-2  # Adam stops at an error of _CLOSE
 _HALVINGS = 40
-_ROUNDING = 1e-6  # of sums of probabilities
+_ROUNDING = 1e-6  # rounding error of sums of probabilities
 
 
 def top_p(logits: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fewest largest probabilities whose sum reaches p.
+    """Return the smallest set of largest probabilities with a sum of at least p.
 
     Args:
-        logits: [..., m, s]; of equal ones the first comes first.
+        logits: [..., m, s]; of equal logits, the first one ranks higher.
         p: Threshold.
 
     Returns:
-        Which tokens, bool [..., m, s]; how many, int64 [..., m, 1]; their sum, [..., m, 1].
+        The tokens, bool [..., m, s]; their number, int64 [..., m, 1]; their sum, [..., m, 1].
     """
     weights = logits.softmax(-1)
     order = weights.argsort(dim=-1, descending=True, stable=True)
@@ -43,12 +44,12 @@ def temperature(logits: Tensor, shifted: Tensor, real: Tensor, *, p: float, solv
     """Return the temperature that calibrates scores, [..., 1, 1].
 
     Args:
-        logits: [..., m, s], of the attention.
+        logits: [..., m, s], logits of the attention.
         shifted: [..., m, s], logits of the scores.
         real: bool, broadcast to [..., m, 1]; False for rows that do not count.
         p: Threshold.
-        solver: `binary` finds where the mean mass is that of the attention; `gradient` minimises
-            the mean squared error with Adam, 50 steps of 0.01 from 0.5, as the paper does.
+        solver: `binary` searches for the mean mass of the attention by halving. `gradient`
+            minimises the mean squared error with Adam, 50 steps of 0.01 from 0.5, as in the paper.
     """
     _, count, mass = top_p(logits, p)
     ranked = shifted.sort(dim=-1, descending=True).values
@@ -71,7 +72,7 @@ def _by_halving(ranked: Tensor, top: Tensor, mass: Tensor, real: Tensor) -> Tens
 
 
 def _by_adam(ranked: Tensor, top: Tensor, mass: Tensor, real: Tensor) -> Tensor:
-    """Solve with Adam and the softmax's derivative in closed form; lists that are close stop."""
+    """Solve with Adam and the softmax's closed-form derivative; stop lists that are close."""
     tau = torch.full_like(mass[..., :1, :], _START)
     first, second = torch.zeros_like(tau), torch.zeros_like(tau)
     rows = (real * torch.ones_like(mass)).sum(-2, keepdim=True).clamp(min=1)

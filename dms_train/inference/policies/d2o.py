@@ -1,10 +1,10 @@
 """D2O: budgets by layer, and evicted tokens merged into similar ones (Wan et al., 2024).
 
-arXiv:2406.13035. At the end of a prompt, layers whose attention is spread evenly get more of the
-budget than those where few tokens receive most of it. In each layer the first tokens, the newest
-ones and those of the most attention stay, as with H2O. An evicted token is merged into the kept one
-with the most similar key, unless it is less similar than a moving threshold. The symbols of the
-equations are lost in the text at hand; the weights are a reconstruction (A-D2O1).
+arXiv:2406.13035. At the end of a prompt, the layers share the budget. A layer gets more if its
+attention is spread evenly, and less if few tokens receive most of it. In each layer the first
+tokens, the newest tokens and the most attended tokens stay, as with H2O. An evicted token is merged
+into the kept one with the most similar key, unless it is less similar than a moving threshold. The
+symbols of the equations are lost in the available text; the weights are a reconstruction (A-D2O1).
 `reference_compat` follows the authors' code at 12c99d8 instead (A-D2O2 to A-D2O8).
 """
 
@@ -33,7 +33,7 @@ from dms_train.limits import AtLeast, OneOf, Positive, Share
 SOFTMAX, RECIPROCAL, UNIFORM = "softmax", "reciprocal", "uniform"
 RAW, BY_LENGTH, HEAD_RANGE = "raw", "by_len", "head_minmax"
 _VARIANCE, _SHARE, _THRESHOLD = "variance of attention", "share of the layer", "merge threshold"
-_ROWS = 1024  # cosines of so many keys at a time
+_ROWS = 1024  # number of keys whose cosines are computed at a time
 _CODE_RANGE, _CODE_SHARES = 1e-6, (0.01, 1.0)  # constants of the authors' code
 
 
@@ -42,21 +42,21 @@ class D2OOptions(BudgetOptions):
     """Options of `d2o`.
 
     Attributes:
-        budget_mode: As in `BudgetOptions`; the paper divides the prompt.
-        sinks: First tokens that stay, within the part of the most attended ones.
+        budget_mode: As in `BudgetOptions`; the paper divides the length of the prompt.
+        sinks: Number of first tokens that stay; they count as most attended ones.
         recent: Share of a layer's budget for the newest tokens; None takes 0.25, with
             `reference_compat` 0.5.
         beta: Weight of the newest similarities in the threshold; None takes 0.7, with
             `reference_compat` 0.5.
         allocation: How layers share the budget by the variance F of the attention that tokens
             receive: `softmax` of -decay * F, `reciprocal` of F, or `uniform`.
-        decay: As above.
-        variance_norm: `raw`; `by_len`, of the sums over the length of the prompt; `head_minmax`,
-            of each KV head, brought between 0 and 1 within a layer. None takes `by_len`, with
-            `reference_compat` `head_minmax`.
-        reference_compat: Follow the authors' code: layers 0, 1 and the last are left alone, a
-            layer keeps from 1 % to 100 %, the first eviction is after the first generated token,
-            heads merge the same rows, and similarities are the weights of a mean.
+        decay: Factor in `softmax` of `allocation`.
+        variance_norm: Scale of the variance: `raw`; `by_len` divides the sums by the length of the
+            prompt; `head_minmax` scales the KV heads of a layer to the range 0 to 1. None takes
+            `by_len`, with `reference_compat` `head_minmax`.
+        reference_compat: Follow the authors' code. Layers 0, 1 and the last one are not compressed;
+            the other layers keep from 1 % to 100 %. The first eviction follows the first generated
+            token. All heads merge the same rows. Similarities are the weights of a mean.
     """
 
     budget_mode: Annotated[str, OneOf(TOTAL, INPUT, GROWING)] = INPUT
@@ -70,23 +70,23 @@ class D2OOptions(BudgetOptions):
 
 
 class _Pairs(NamedTuple):
-    """Evicted tokens of each KV list in the order of their positions, E at most.
+    """Evicted tokens of each KV list, at most E, in the order of their positions.
 
     Attributes:
-        place: int64 [b, h, E], their slots.
+        slots: int64 [b, h, E], their slots.
         real: bool [b, h, E], False after the last one.
         similarity: [b, h, E], the largest cosine to a kept key.
         nearest: int64 [b, h, E], the slot of that key.
     """
 
-    place: Tensor
+    slots: Tensor
     real: Tensor
     similarity: Tensor
     nearest: Tensor
 
 
 class D2OPolicy(CachePolicy):
-    """State: the attention received so far. Of a KV list: the layer's share and the threshold."""
+    """D2O; a slot keeps the attention received, a KV list the layer's share and the threshold."""
 
     state_width = 1
     scored = True
@@ -101,13 +101,13 @@ class D2OPolicy(CachePolicy):
         self._norm = options.variance_norm or (HEAD_RANGE if compat else BY_LENGTH)
 
     def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
-        """Add what the pass gave; at the end of a prompt, note the variance."""
+        """Add the attention of the pass; at the end of a prompt, keep its variance."""
         sequences = slots.sequences
         assert sequences is not None
         state = slots.state + received.total.mean(2)[..., None].to(slots.state)
         if bool(sequences.ends_prompt.any()):
-            found = attention_variance(state[..., 0], slots.position, self._norm)
-            lists = found[:, None, None].expand(-1, slots.position.shape[1], 1)
+            variance = attention_variance(state[..., 0], slots.position, self._norm)
+            lists = variance[:, None, None].expand(-1, slots.position.shape[1], 1)
             sequences.lists[_VARIANCE] = lists.contiguous()
         return state
 
@@ -120,7 +120,7 @@ class D2OPolicy(CachePolicy):
             known[_SHARE] = own
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Return, after a prompt, the least attended tokens that are neither first nor recent."""
+        """Return the least attended tokens, except first and recent ones; none inside a prompt."""
         sequences = slots.sequences
         assert sequences is not None
         waits = sequences.start < sequences.prompt
@@ -137,7 +137,7 @@ class D2OPolicy(CachePolicy):
         return (evicted & ~waits[:, None, None])[:, :, None]
 
     def _sizes(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a layer keeps, and how many of them are recent, int64 [b] each."""
+        """Return the number of tokens that a layer keeps, and of recent ones, int64 [b] each."""
         share = sequences.lists[_SHARE][:, 0, 0]
         if not self._options.reference_compat:
             budget = self._options.whole_tokens(self._options.exact(sequences) * share)
@@ -155,7 +155,7 @@ class D2OPolicy(CachePolicy):
         b, h, e = self._accepted(slots, pairs).nonzero(as_tuple=True)
         heads, count = slots.position.shape[1:]
         first = (b * heads + h) * count
-        source, target = (first + x[b, h, e] for x in (pairs.place, pairs.nearest))
+        source, target = (first + x[b, h, e] for x in (pairs.slots, pairs.nearest))
         own, weight = (1.0, pairs.similarity[b, h, e])
         added = torch.ones_like(weight)
         if not self._options.reference_compat:
@@ -170,7 +170,7 @@ class D2OPolicy(CachePolicy):
     def _accepted(self, slots: Slots, pairs: _Pairs) -> Tensor:
         """Return which evicted tokens are similar enough, bool [b, h, E]; update the threshold.
 
-        The threshold belongs to a KV list, with `reference_compat` to a layer.
+        Each KV list has a threshold; with `reference_compat`, each layer has one.
         """
         assert slots.sequences is not None
         lists = slots.sequences.lists
@@ -191,10 +191,10 @@ class D2OPolicy(CachePolicy):
 
 
 def attention_variance(received: Tensor, position: Tensor, norm: str) -> Tensor:
-    """Return F of one layer: how unevenly tokens have received attention, [b].
+    """Return the variance F of the attention that tokens of one layer have received, [b].
 
-    The variance is over the tokens that a KV head holds, of the mean over the KV heads, where a
-    head without a token gives 0; with `head_minmax` it is the mean of the heads' own ones.
+    The attention of a token is averaged over the KV heads; a head that has evicted it gives 0. With
+    `head_minmax`, each head has its own variance, and F is their mean.
 
     Args:
         received: [b, h, s], summed over the queries, mean over the query heads of a KV head.
@@ -204,11 +204,11 @@ def attention_variance(received: Tensor, position: Tensor, norm: str) -> Tensor:
     b, h, _ = position.shape
     held = position >= 0
     size = int(position.amax()) + 1
-    place = position.masked_fill(~held, size)
+    index = position.masked_fill(~held, size)
     by_position = received.double().new_zeros(b, h, size + 1)
-    by_position = by_position.scatter(2, place, received.double())[..., :-1]
+    by_position = by_position.scatter(2, index, received.double())[..., :-1]
     there = torch.zeros(b, h, size + 1, dtype=torch.bool, device=position.device)
-    there = there.scatter(2, place, held)[..., :-1]
+    there = there.scatter(2, index, held)[..., :-1]
     if norm != HEAD_RANGE:
         by_position, there = by_position.mean(1, keepdim=True), there.any(1, keepdim=True)
     count = there.sum(-1).clamp(min=1)
@@ -235,18 +235,18 @@ def layer_shares(variance: Tensor, *, allocation: str, decay: float) -> Tensor:
 
 
 def _pairs(slots: Slots, evicted: Tensor) -> _Pairs:
-    """Return the evicted tokens and the kept ones with the most similar keys.
+    """Pair the evicted tokens with the kept ones that have the most similar keys.
 
-    Takes time for E * s cosines of each KV list.
+    Computes E * s cosines for each KV list.
     """
     assert slots.key is not None
     count = evicted.sum(-1, keepdim=True)
     far = torch.iinfo(torch.int64).max
-    place = slots.position.masked_fill(~evicted, far).argsort(-1)[..., : int(count.max())]
-    real = torch.arange(place.shape[-1], device=place.device) < count
+    slot = slots.position.masked_fill(~evicted, far).argsort(-1)[..., : int(count.max())]
+    real = torch.arange(slot.shape[-1], device=slot.device) < count
     key = slots.key.to(torch.promote_types(slots.key.dtype, torch.float32))
     unit = F.normalize(key, dim=-1)
-    own = unit.gather(2, place[..., None].expand(*place.shape, unit.shape[-1]))
+    own = unit.gather(2, slot[..., None].expand(*slot.shape, unit.shape[-1]))
     gone = ((slots.position < 0) | evicted)[:, :, None]
     similarity, nearest = [], []
     for start in range(0, own.shape[2], _ROWS):
@@ -254,12 +254,12 @@ def _pairs(slots: Slots, evicted: Tensor) -> _Pairs:
         best = cosine.masked_fill(gone, -torch.inf).max(-1)
         similarity.append(best.values)
         nearest.append(best.indices)
-    found = torch.cat(similarity, 2).masked_fill(~real, 0)
-    return _Pairs(place, real, found, torch.cat(nearest, 2))
+    largest = torch.cat(similarity, 2).masked_fill(~real, 0)
+    return _Pairs(slot, real, largest, torch.cat(nearest, 2))
 
 
 def _mean(x: Tensor, real: Tensor, dim: int) -> Tensor:
-    """Return the mean of what is real along a dimension; 0 where nothing is."""
+    """Return the mean of the real entries along a dimension; 0 without any."""
     return (x * real).sum(dim) / real.sum(dim).clamp(min=1)
 
 

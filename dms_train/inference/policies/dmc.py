@@ -1,8 +1,8 @@
 """Dynamic Memory Compression: a token continues the slot of its predecessor or takes a new one.
 
-A token that continues is stored as the merged state of its slot, rotated at its own position, and
-the state before it is evicted, so that its slot is overwritten. The newest tokens of every KV list
-are kept unmerged in a ring, of which the state is computed as in training.
+A token that continues is stored as the merged state of its slot, rotated at its own position. The
+previous state is evicted, and its slot is overwritten. The newest tokens of every KV list are kept
+unmerged in a ring, from which the state is computed as in training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dms_train.method.dmc.spec import DMCSpec
 
 
 class DMCPolicy(DMSPolicy):
-    """The state of token j is evicted for later queries if decision j + 1 continues it.
+    """DMC: the state of token j is evicted for later queries if decision j + 1 continues it.
 
     Args:
         spec: Spec of the model's training.
@@ -49,7 +49,7 @@ class DMCPolicy(DMSPolicy):
         )
 
     def accumulate(self, tokens: Projected, lists: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Merge keys and values, and move the ring on.
+        """Merge keys and values, and advance the ring.
 
         `lists` holds key and value of the ring, [b, h, width - 1, d], and alpha and weight,
         [b, h, width - 1, 2]; the newest token last, and a weight of 0 where there is none.
@@ -63,7 +63,7 @@ class DMCPolicy(DMSPolicy):
             lists["weights"] = new[2].new_zeros(b, h, size, 2)
         old = (lists["key"], lists["value"], lists["weights"])
         key, value, both = (torch.cat(pair, 2) for pair in zip(old, new, strict=True))
-        # padding goes in front of the ring, so that tokens stand beside each other
+        # padding moves to the front of the ring, so that the tokens are adjacent
         order = (both[:, 0, :, 1] > 0).int().argsort(dim=1, stable=True)  # [b, size + n]
         at = order[:, None, :, None]
         key, value, both = (x.gather(2, at.expand_as(x)) for x in (key, value, both))
@@ -71,14 +71,14 @@ class DMCPolicy(DMSPolicy):
         lists["key"], lists["value"], lists["weights"] = (x[:, :, last] for x in (key, value, both))
         alpha, weight = both.movedim(2, 0).unbind(-1)
         states = merge(key.movedim(2, 0), value.movedim(2, 0), alpha, weight, size + 1)
-        place = order.argsort(1)[:, size:].t()[..., None, None]
+        index = order.argsort(1)[:, size:].t()[..., None, None]
         stored_key, stored_value = (
-            x.gather(0, place.expand(-1, -1, h, d)).transpose(0, 1) for x in states
+            x.gather(0, index.expand(-1, -1, h, d)).transpose(0, 1) for x in states
         )
         return stored_key, stored_value
 
     def _weighed(self, tokens: Projected) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the keys and values of the arriving tokens, and what merges them, by KV list."""
+        """Return keys, values and merge weights of the arriving tokens, by KV list."""
         _, weighing = self._layer.activations(tokens.query, tokens.key)
         weight = weights(weighing, self.spec)
         alpha = self._layer.hard(tokens.query, tokens.key) & (tokens.position > 0)[..., None]

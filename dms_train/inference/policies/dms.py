@@ -1,6 +1,6 @@
 """Dynamic Memory Sparsification: marked tokens are evicted when they leave the window.
 
-The rule is that of `method.visibility`, applied to slots instead of a full-length mask.
+The rule of `method.visibility` is applied to slots instead of a full-length mask.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dms_train.inference.policies.kernel_rules import MARKED, KernelRule, Window
 
 
 class DMSPolicy(CachePolicy):
-    """Token j is evicted for queries i with i - j > window if decision j + shift is to evict.
+    """DMS: token j is evicted for queries i with i - j > window if decision j + shift says so.
 
     Args:
         window: Distance up to which a token is always read.
@@ -33,14 +33,13 @@ class DMSPolicy(CachePolicy):
     def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """Mark the tokens whose decision arrives. signal: bool [b, h, n].
 
-        Padding between two arriving tokens decides as a masked token would; other padding does
-        not.
+        Padding between two arriving tokens decides like a masked token; other padding does not.
         """
         assert arrival.signal is not None
         real = arrival.position >= 0
         start = real.int().argmax(1, keepdim=True)  # [b, 1]
         base = arrival.position.gather(1, start) - start  # position of the first column
-        column = slots.position + self.shift - base[:, :, None]  # of the governing token
+        column = slots.position + self.shift - base[:, :, None]  # column of the governing token
         last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
         inside = (column >= start[:, :, None]) & (column <= last[:, :, None])
         governed = inside & (slots.position >= 0) & real.any(1)[:, None, None]

@@ -1,4 +1,4 @@
-"""Base of policies that evict after every token, by the attention that tokens receive.
+"""Base of policies that evict after every token, by attention received.
 
 Shape letters: b sequences.
 """
@@ -23,19 +23,19 @@ class EveryStepOptions(BudgetOptions):
     """Options of a policy that evicts by attention received.
 
     Attributes:
-        prefill: `stream` computes the tokens of the budget with full attention and the rest of a
-            prompt one token at a time, within the budget (DMS paper, appendix F.1); `dense`
-            computes the whole prompt with full attention and evicts at its end.
+        prefill: `stream` computes the tokens of the budget with full attention. It then computes
+            the rest of the prompt one token at a time, within the budget (DMS paper, appendix F.1).
+            `dense` computes the whole prompt with full attention and evicts at its end.
     """
 
     prefill: Annotated[str, OneOf(STREAM, DENSE)] = STREAM
 
 
 class EveryStepPolicy(CachePolicy):
-    """Keep to a budget after every pass, or after those from the end of the prompt on.
+    """Keep to a budget after every pass, or from the end of the prompt on.
 
     Attributes:
-        streams: Whether it is after every pass, `prefill=stream`.
+        streams: Whether the budget holds inside prompts too, `prefill=stream`.
     """
 
     scored = True
@@ -47,13 +47,13 @@ class EveryStepPolicy(CachePolicy):
         self.shareable = options.fixed and self.streams
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """Return, with `stream`, the tokens of the budget at first and then one."""
+        """Return the number of tokens of a pass: with `stream`, first the budget, then 1."""
         if self._options.prefill == DENSE:
             return max(1, request.prompt - computed)
         return max(1, self._options.first_tokens(request) - computed)
 
     def budget(self, sequences: Sequences) -> Tensor:
-        """Return the tokens that stay now, int64 [b]; all of them inside a dense prompt."""
+        """Return the number of tokens that stay now, int64 [b]; all inside a dense prompt."""
         budget = self._options.tokens(sequences)
         if self._options.prefill == DENSE:
             return torch.where(sequences.end < sequences.prompt, sequences.end, budget)

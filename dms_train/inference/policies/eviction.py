@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def beyond_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
-    """Return the tokens that a budget does not leave, bool [b, h, s].
+    """Return the tokens beyond a budget, bool [b, h, s].
 
-    The highest scores stay; of equal ones, the lower position. Empty slots are not counted.
+    The highest scores stay; of equal scores, the lower position. Empty slots are not counted.
 
     Args:
-        score: [b, h, s]; infinite for tokens that stay before all others.
+        score: [b, h, s]; infinite for tokens that have priority over all others.
         position: int64 [b, h, s]; -1 for an empty slot.
         budget: int64 [b], or [b, h].
     """
@@ -31,14 +31,14 @@ def beyond_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
 
 
 def beyond_shared_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
-    """Do as `beyond_budget` where the KV heads of a layer share their budgets, int64 [b].
+    """Apply `beyond_budget` to KV heads of a layer that share their budgets, int64 [b].
 
     Of equal scores the lower position stays, and of equal positions the lower head.
     """
     h = position.shape[1]
     head = torch.arange(h, device=position.device)[:, None]
-    place = torch.where(position >= 0, position * h + head, -1)
-    beyond = beyond_budget(score.flatten(1)[:, None], place.flatten(1)[:, None], budget * h)
+    order = torch.where(position >= 0, position * h + head, -1)
+    beyond = beyond_budget(score.flatten(1)[:, None], order.flatten(1)[:, None], budget * h)
     return beyond.view_as(position)
 
 

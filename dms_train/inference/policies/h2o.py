@@ -38,7 +38,7 @@ class H2OOptions(EveryStepOptions):
 
 
 class H2OPolicy(EveryStepPolicy):
-    """State: the attention received so far."""
+    """H2O; the state of a slot is the attention received so far."""
 
     state_width = 1
 
@@ -53,17 +53,17 @@ class H2OPolicy(EveryStepPolicy):
         )
 
     def limits(self, sequences: Sequences) -> Limits:
-        """Return the budget, half of which is for the newest tokens."""
+        """Return the budget and its half for the newest tokens."""
         budget = self.budget(sequences)
         return Limits(budget, budget - budget // 2)
 
     def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
-        """Add what the pass gave."""
+        """Add the attention of the pass."""
         total = reduced(received.total, self._reduce)
         return slots.state + total[..., None].to(slots.state)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Return the least of the tokens that are not recent."""
+        """Return the tokens with the lowest scores, except recent ones."""
         assert slots.sequences is not None
         budget, count = self.limits(slots.sequences)
         recent = newest(slots.position, slots.sequences.end, count)

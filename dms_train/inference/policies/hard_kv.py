@@ -1,11 +1,12 @@
 """Hard-KV: dense, sparse and condensed tokens, chosen by calibrated top-p (2026).
 
-"Hard-KV: Head-Adaptive Regularization for Decoding-time KV Compression". The tokens since the last
-selection, the first ones and the newest ones are read by every query (tier 1). When a prompt ends
-and after every `interval` generated tokens, each of the newest queries names the older tokens that
-it needs, and those that none names are no longer read (tier 2). They keep their place and may be
-named again, until more than the upper budget would be held: then they leave, and the tokens of the
-most votes stay (tier 3). The authors' code at 448ad49 differs; the rules are those of the text.
+"Hard-KV: Head-Adaptive Regularization for Decoding-time KV Compression". Every query reads the
+first tokens, the newest ones, and all tokens since the last selection (tier 1). A selection follows
+the end of a prompt and every `interval` generated tokens. In a selection, each of the newest
+queries votes for the older tokens that it needs. Tokens without a vote are hidden from queries
+(tier 2). They keep their slots and may get votes again later. If more tokens are held than the
+upper budget allows, hidden tokens are evicted and the tokens with the most votes stay (tier 3). The
+authors' code at 448ad49 differs; the rules here follow the text.
 """
 
 from __future__ import annotations
@@ -45,22 +46,24 @@ class HardKVOptions(BudgetOptions):
     """Options of `hard_kv`; the budget is B1, from which tokens are selected.
 
     Attributes:
-        upper: B2 over B1: as often the budget may be held (A-HARD1).
+        upper: B2 over B1: the largest number of held tokens, as a multiple of the budget (A-HARD1).
         base: Scores that are calibrated: `vanilla`, the attention; `snapkv`, its maximum over
             neighbours; `r_kv`, minus redundancy.
-        p: Attention that the tokens a query names must have.
-        window: Last queries that vote; their tokens are always read.
-        sinks: First tokens that are always read.
+        p: Share of the attention that a query's votes must cover.
+        window: Number of last queries, which vote; their tokens are always read.
+        sinks: Number of first tokens, which are always read.
         interval: Generated tokens between two selections.
-        layout: Freedom of the KV heads of a layer (appendix B.2): `ha`, tokens and their
-            number; `hs`, tokens, of which the heads hold their budgets together; `la`, nothing,
-            where layers differ in number; `ls`, nothing, and as many as the budget.
+        layout: Freedom of the KV heads of a layer (appendix B.2). With `ha`, heads choose tokens
+            and their number. With `hs`, they choose tokens and share their budgets. With `la` and
+            `ls`, they hold the same tokens; the number differs by layer with `la`, and is the
+            budget with `ls`.
         solver: `gradient` or `binary`; the temperature is solved at a request's first selection.
-        kernel: Neighbouring tokens of `snapkv`, an odd number.
+        kernel: Number of neighbouring tokens in `snapkv`, odd.
         importance: Weight of the attention in `r_kv`.
-        threshold: Cosine from which two keys repeat each other in `r_kv`.
-        merge: Treatment of tokens that leave: `none`; `fixed_budget`, each of the weakest is
-            merged into one of the strongest that stay; `multi_to_one`, all into the strongest.
+        threshold: Smallest cosine at which two keys repeat each other in `r_kv`.
+        merge: Treatment of evicted tokens. `none` drops them. `fixed_budget` merges each of the
+            weakest into one of the strongest kept tokens, `multi_to_one` all of them into the
+            strongest.
     """
 
     upper: Annotated[float, AtLeast(1)] = 2.0
@@ -77,14 +80,14 @@ class HardKVOptions(BudgetOptions):
     merge: Annotated[str, OneOf(NOTHING, FIXED_BUDGET, MULTI_TO_ONE)] = NOTHING
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield a line for an even kernel, besides those of the budget."""
+        """Yield the error lines of the budget, and one for an even kernel."""
         yield from BudgetOptions.check(self, path)
         if self.kernel % 2 == 0:
             yield f"kernel={self.kernel}: use an odd number"
 
 
 class HardKVPolicy(CachePolicy):
-    """State: whether a token is hidden, its votes, and its mean attention at the last selection."""
+    """Hard-KV; a slot keeps a hidden flag, votes, and mean attention at the last selection."""
 
     state_width = 3
     scored = True
@@ -114,7 +117,7 @@ class HardKVPolicy(CachePolicy):
         return torch.where(selects[..., None, None], fresh, slots.state)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Return tokens without votes, or with the least, where the upper budget is exceeded."""
+        """Return tokens without votes, or with the fewest, where the upper budget is exceeded."""
         sequences = slots.sequences
         assert sequences is not None
         budget = self._options.tokens(sequences)
@@ -132,7 +135,7 @@ class HardKVPolicy(CachePolicy):
         return (evicted & full[..., None])[:, :, None]
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """Return what is not hidden; everything inside a prompt."""
+        """Return the tokens that are not hidden; all tokens inside a prompt."""
         sequences = slots.sequences
         assert sequences is not None
         prompt = (sequences.start < sequences.prompt)[:, None, None]
@@ -140,14 +143,14 @@ class HardKVPolicy(CachePolicy):
         return read[:, :, None].expand(-1, -1, query.shape[2], -1)
 
     def _held(self, slots: Slots) -> Tensor:
-        """Return the tokens of every KV list, [b, h]; their mean where heads share budgets."""
+        """Return the number of tokens of every KV list, [b, h]; the mean if heads share budgets."""
         count = (slots.position >= 0).sum(-1)
         if self._options.layout == HEAD_SETS:
             count = count.double().mean(1, keepdim=True).expand_as(count)
         return count
 
     def _beyond(self, score: Tensor, slots: Slots, sequences: Sequences) -> Tensor:
-        """Return what the budget of a KV list, or of the heads together, excludes, [b, h, s]."""
+        """Return the tokens beyond the budget of a KV list, or of all heads, bool [b, h, s]."""
         leaves = beyond_shared_budget if self._options.layout == HEAD_SETS else beyond_budget
         return leaves(score, slots.position, self._options.tokens(sequences))
 
@@ -162,19 +165,19 @@ class HardKVPolicy(CachePolicy):
     def _votes(
         self, slots: Slots, sequences: Sequences, free: Tensor, selects: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return how many queries name each token, and the mean attention, [b, h, s] each.
+        """Return the number of votes of each token, and its mean attention, [b, h, s] each.
 
-        Only the tokens in `free`, bool [b, h, s], are candidates. Temperatures that are not known
-        are solved for the lists that select, bool [b, h].
+        Only the tokens in `free`, bool [b, h, s], are candidates. Unknown temperatures are solved
+        for the lists in `selects`, bool [b, h].
         """
-        found = window_logits(slots, sequences)
+        window = window_logits(slots, sequences)
         order = slots.position.masked_fill(~free, torch.iinfo(torch.int64).max).argsort(-1)
-        across = order[:, :, None].expand(*found.logits.shape[:2], found.logits.shape[3], -1)
-        lowest = torch.finfo(found.logits.dtype).min
-        outside = ~(free[:, :, None] & found.seen[:, :, 0]).gather(-1, across)
-        logits = found.logits.amax(2).gather(-1, across).masked_fill(outside, lowest)
+        across = order[:, :, None].expand(*window.logits.shape[:2], window.logits.shape[3], -1)
+        lowest = torch.finfo(window.logits.dtype).min
+        outside = ~(free[:, :, None] & window.seen[:, :, 0]).gather(-1, across)
+        logits = window.logits.amax(2).gather(-1, across).masked_fill(outside, lowest)
         shifted = self._shifted(slots, logits, order, outside).masked_fill(outside, lowest)
-        real = found.real[:, 0] & ~outside.all(-1, keepdim=True)  # rows with a candidate
+        real = window.real[:, 0] & ~outside.all(-1, keepdim=True)  # rows with a candidate
         tau = self._temperature(sequences, logits, shifted, real, selects)
         named, _, _ = top_p(shifted / tau, self._options.p)
         votes = (named & ~outside & real).sum(2).to(logits.dtype)
@@ -219,7 +222,7 @@ def _due(sequences: Sequences, interval: int) -> Tensor:
 
 
 class MergingHardKVPolicy(HardKVPolicy):
-    """Merge tokens that leave, with weights that keep the LSE of their attention (appendix G).
+    """Merge evicted tokens; the weights preserve the LSE of their attention (appendix G).
 
     The weights are shares of the mean attention, as in the authors' code.
     """
@@ -229,7 +232,7 @@ class MergingHardKVPolicy(HardKVPolicy):
         if not bool(evicted.any()):
             return None
         attention = slots.state[..., _ATTENTION]
-        kept = (slots.position >= 0) & ~evicted & (attention > 0)  # none that always stays
+        kept = (slots.position >= 0) & ~evicted & (attention > 0)  # no token that always stays
         strong = _ranked(attention, slots.position, kept, strongest=True)
         weak = _ranked(attention, slots.position, evicted, strongest=False)
         pairs = torch.arange(evicted.shape[-1], device=evicted.device) < evicted.sum(-1)[..., None]
@@ -237,9 +240,9 @@ class MergingHardKVPolicy(HardKVPolicy):
         if self._options.merge == MULTI_TO_ONE:
             targets = strong[..., :1].expand_as(strong)
         pairs = pairs & kept.gather(-1, targets)
-        b, h, place = pairs.nonzero(as_tuple=True)
+        b, h, rank = pairs.nonzero(as_tuple=True)
         first = (b * slots.position.shape[1] + h) * slots.position.shape[2]
-        source, target = first + weak[b, h, place], first + targets[b, h, place]
+        source, target = first + weak[b, h, rank], first + targets[b, h, rank]
         own = attention.flatten()
         total = own.index_add(0, target, own[source]).clamp(min=torch.finfo(own.dtype).tiny)
         scale = torch.ones_like(own)
@@ -250,7 +253,7 @@ class MergingHardKVPolicy(HardKVPolicy):
 
 
 def _ranked(attention: Tensor, position: Tensor, among: Tensor, *, strongest: bool) -> Tensor:
-    """Order slots by their attention, those `among` first, of equal ones the first token."""
+    """Order slots by attention, slots in `among` first; of equal attention, the first token."""
     order = position.argsort(-1)
     score = attention if strongest else -attention
     score = score.masked_fill(~among, -torch.inf).gather(-1, order)

@@ -1,4 +1,4 @@
-"""Nothing is evicted, as in a model without a compressed cache."""
+"""Policy that evicts nothing, as in a model without a compressed cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel rules: plain data by which a policy says what the decode kernels do for it.
+"""Kernel rules: plain data that tells the decode kernels how to serve a policy.
 
 Shape letters: b sequences.
 """
@@ -21,9 +21,9 @@ class Limits(NamedTuple):
     """Budgets of the sequences of a pass, as a `BudgetRule` needs them.
 
     Attributes:
-        most: Integers [b]: for LEAST the tokens that a KV list keeps, for OLDEST the first tokens
-            that stay.
-        recent: Integers [b], newest tokens that stay in any case.
+        most: Integers [b]: for LEAST the number of tokens in a KV list, for OLDEST the number of
+            first tokens that stay.
+        recent: Integers [b], number of newest tokens that always stay.
     """
 
     most: Tensor
@@ -37,8 +37,9 @@ class WindowRule:
     The kernels decide in prompts as well. This rule and `MergeRule` also run on pages in FP8.
 
     Attributes:
-        evicts: NEVER, EVERY token that leaves the window, or those MARKED by the model's decisions.
-        window: A query reads its own token and as many before it in any case.
+        evicts: NEVER, EVERY token that leaves the window, or the tokens MARKED by the model's
+            decisions.
+        window: Number of tokens before a query that it always reads, besides its own token.
         shift: Distance from a token to the decision that marks it.
     """
 
@@ -51,16 +52,17 @@ class WindowRule:
 class MergeRule:
     """Merge a token into the entry of its predecessor where the key's eviction channel says so.
 
-    An entry whose successor continues it is evicted when that one is stored. Prompts are merged by
-    the hook `accumulate`; its entries "key", "value" and "weights" hold the newest tokens.
+    An entry is evicted when a token that continues it is stored. The hook `accumulate` merges
+    prompts; its entries "key", "value" and "weights" hold the newest tokens.
 
     Attributes:
         tokens: Newest tokens that an entry averages.
         shift: Distance from a token to the decision that merges it.
         channel: Eviction channel of query and key heads; -1 is the last one.
         scale: Factor on the activation of the key, which decides.
-        offset: Subtracted from the scaled activation; a positive rest merges.
-        importance_offset: Added to the mean activation of the queries, whose sigmoid is the weight.
+        offset: Subtracted from the scaled activation; a positive result merges.
+        importance_offset: Added to the mean activation of the queries; the sigmoid of the sum is
+            the weight.
         smallest: Added to the weight.
         uniform: Whether all tokens have the weight 1 instead.
     """
@@ -77,21 +79,22 @@ class MergeRule:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRule:
-    """Keep to the budget that the hook `limits` states.
+    """Keep to the budget of the hook `limits`.
 
     In prompts, and after every `interval` generated tokens, the hooks `observe` and `evict_mask`
     decide with torch operations. They may use key, value, state and recent queries, but no tensors
     of KV lists. After any other generated token the kernels evict one token or none.
 
     Attributes:
-        evicts: Token that the kernels evict when a KV list holds more than `limits` allows: NEVER
-            any, the OLDEST that is not protected, or the one with the LEAST score.
-        score: For LEAST: COLUMN_SUMS is the attention that a token has received since it was
-            stored, NEWEST_WEIGHTS the attention of the newest query. It is the policy's state,
-            one number.
+        evicts: Token that the kernels evict from a KV list that exceeds its `limits`. With NEVER,
+            there is none. With OLDEST, it is the oldest unprotected token. With LEAST, it is the
+            token with the lowest score.
+        score: Score for LEAST, stored as the policy's state, one number. COLUMN_SUMS is the
+            attention that a token has received so far, NEWEST_WEIGHTS the attention of the newest
+            query.
         reduce: How the query heads of a KV head make one score: "mean", "max" or "sum".
-        together: Whether the KV heads of a layer have one score, the mean of all query heads, and
-            evict the same positions.
+        together: Whether the KV heads of a layer share one score, the mean over all query heads,
+            and evict the same positions.
         streams: Whether prompt tokens beyond the budget are computed like generated ones.
         interval: Generated tokens between two evictions by the hooks; None for none. Needs NEVER.
     """

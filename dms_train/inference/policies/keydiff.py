@@ -1,6 +1,6 @@
-"""KeyDiff: keys unlike the mean key stay (Park et al., 2025, arXiv:2504.15364).
+"""KeyDiff: keys that differ from the mean key stay (Park et al., 2025, arXiv:2504.15364).
 
-Evicts at the end of a prompt, as KeyDiffPress of kvpress 0.5.5 does.
+The policy evicts at the end of a prompt, like KeyDiffPress of kvpress 0.5.5.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Knorm: keys of the smallest norm stay (Devoto et al., 2024, arXiv:2406.11430).
 
-Evicts at the end of a prompt, as KnormPress of kvpress 0.5.5 does.
+The policy evicts at the end of a prompt, like KnormPress of kvpress 0.5.5.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 
 
 class KnormPolicy(ScorePolicy):
-    """Score a token by minus the norm of its key, which RoPE does not change."""
+    """Score a token by minus the norm of its key; RoPE does not change norms."""
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
         """Return minus the norms of the keys."""

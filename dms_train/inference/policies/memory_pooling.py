@@ -1,11 +1,10 @@
 """Fixed memory pooling: every `cr` tokens become one (DMC paper, arXiv:2403.09636).
 
-The variant of Dynamic Memory Compression without decisions: a token starts a cache entry if its
-position is a multiple of `cr`; others are averaged into the entry before them, with equal weights.
-Keys are averaged before RoPE, and the entry has the position of its newest token, as in NVIDIA's
-code of the method at d36bf8d533 (A-DMC3). A query reads the entry of its own token as far as it
-has come. Prompts are computed one token at a time, because each token changes an entry that the
-next query reads.
+This is Dynamic Memory Compression without decisions. A token starts a cache entry if its position
+is a multiple of `cr`. Other tokens are averaged into the previous entry, with equal weights. Keys
+are averaged before RoPE, and the entry has the position of its newest token, as in NVIDIA's code of
+the method at d36bf8d533 (A-DMC3). A query reads the unfinished entry of its own token. Prompts are
+computed one token at a time, because each token changes an entry that the next query reads.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class MemoryPoolingOptions:
     cr: Annotated[float | None, AtLeast(1), Below(2**31)] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield a line for no ratio, or for one that is not a whole number."""
+        """Yield an error line if there is no ratio, or if it is not a whole number."""
         if self.cr is None:
             yield "needs cr, the tokens of a cache entry"
         elif self.cr != int(self.cr):
@@ -41,7 +40,7 @@ class MemoryPoolingOptions:
 
 
 class MemoryPoolingPolicy(CachePolicy):
-    """An entry has the position of its newest token, so that it needs no state."""
+    """Memory pooling; it needs no state, because an entry has the position of its newest token."""
 
     needs_content = True
     evicts_prompt_only = False
@@ -54,12 +53,12 @@ class MemoryPoolingPolicy(CachePolicy):
         return 1
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Return the tokens that a later one of their entry takes in."""
+        """Return the tokens that a later token of their entry replaces."""
         position = slots.position[:, :, None, :]
         return (position < at[:, None, :, None]) & ((position + 1) % self._size != 0)
 
     def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
-        """Average the open entry and the token that arrives."""
+        """Average the open entry and the arriving token."""
         sequences = slots.sequences
         assert sequences is not None
         assert sequences.frequency is not None
@@ -67,10 +66,10 @@ class MemoryPoolingPolicy(CachePolicy):
         source = evicted.nonzero()
         if not len(source):
             return None
-        b, h, place = source.unbind(1)
+        b, h, slot = source.unbind(1)
         newest = (slots.position == (sequences.end - 1)[:, None, None]).int().argmax(-1)[b, h]
         heads, count = slots.position.shape[1:]
-        taken = slots.position[b, h, place] % self._size + 1  # tokens of the open entry
+        taken = slots.position[b, h, slot] % self._size + 1  # tokens of the open entry
         wide = torch.promote_types(slots.key.dtype, torch.float32)
         share = taken.to(wide) / (taken + 1)
         scale = torch.ones_like(slots.position, dtype=wide)
@@ -78,13 +77,13 @@ class MemoryPoolingPolicy(CachePolicy):
         target = (b * heads + h) * count + newest
         one = torch.ones_like(taken)
         return Merge(
-            source=(b * heads + h) * count + place,
+            source=(b * heads + h) * count + slot,
             target=target,
             key_weight=share,
             value_weight=share,
             key_scale=scale,
             value_scale=scale,
-            source_key=moved_by(slots.key[b, h, place], one, sequences.frequency),
+            source_key=moved_by(slots.key[b, h, slot], one, sequences.frequency),
         )
 
 

@@ -1,7 +1,7 @@
 """PyramidKV: SnapKV with budgets that fall with depth (Cai et al., 2024, arXiv:2406.02069).
 
-The rule is that of KVCache-Factory at c97f9d7, in which the window comes on top of a layer's budget
-(A-PYR1); the mean over the layers is the budget.
+The rule follows KVCache-Factory at c97f9d7, which adds the window to a layer's budget (A-PYR1). The
+mean over the layers is the budget.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class PyramidKVPolicy(SnapKVPolicy):
 def layer_budget(
     budget: Tensor, tokens: Tensor, *, window: int, beta: int, layer: int, layers: int
 ) -> Tensor:
-    """Return the tokens that a layer keeps of each sequence, its window included, int64 [b].
+    """Return the number of tokens that a layer keeps, its window included, int64 [b].
 
     Args:
         budget: int64 [b], mean over the layers.
-        tokens: int64 [b], of the prompts.
-        window: Newest tokens that stay.
+        tokens: int64 [b], lengths of the prompts.
+        window: Number of newest tokens that stay.
         beta: As in the options.
         layer: Number of the layer.
-        layers: How many there are.
+        layers: Number of layers.
     """
     spare = (budget - window).clamp(min=0)
     least = spare // beta

@@ -1,9 +1,9 @@
-"""Quest: every token stays, a step reads the pages that may matter (Tang et al., 2024).
+"""Quest: every token stays, and a step reads selected pages (Tang et al., 2024).
 
-arXiv:2406.10774; code at 01c1623. A page is some consecutive tokens. The smallest and the largest
-value of each channel of its keys bound the score that a query can give to any of them; each query
-head reads the pages of the highest bounds. Prompts are computed with full attention (DMS paper,
-appendix F.1).
+arXiv:2406.10774; code at 01c1623. A page is a run of consecutive tokens. The smallest and the
+largest value of each channel of its keys bound the score that a query can give to its tokens. Each
+query head reads the pages with the highest bounds. Prompts are computed with full attention (DMS
+paper, appendix F.1).
 
 The first layers, the fewest pages and the page of the newest token are options, because paper and
 code differ (A-QUEST1). Reads are the tokens in the union of the pages of a KV head's query heads
@@ -39,9 +39,9 @@ class QuestOptions(BudgetOptions):
     """Options of `quest`.
 
     Attributes:
-        page: Tokens of a page; None takes 16, or twice `cr` if that is more.
-        dense_layers: First layers that read everything.
-        min_pages: Fewest pages of a query head.
+        page: Tokens of a page; None takes the larger of 16 and twice `cr`.
+        dense_layers: Number of first layers that read everything.
+        min_pages: Smallest number of pages of a query head.
         include_last_page: Always read the page of the newest token; it counts against the budget.
     """
 
@@ -52,7 +52,7 @@ class QuestOptions(BudgetOptions):
 
 
 class QuestPolicy(CachePolicy):
-    """State of a KV list: the lowest and the highest keys of its pages, [b, h, pages, d] each.
+    """Quest; a KV list keeps the lowest and highest keys of its pages, [b, h, pages, d] each.
 
     Attributes:
         page: Number of tokens of a page.
@@ -71,11 +71,11 @@ class QuestPolicy(CachePolicy):
         return PageRule(page=self.page, dense_layers=o.dense_layers, last=o.include_last_page)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """Return parts of a prompt, then one token at a time, also in recomputation."""
+        """Return chunks of a prompt, then one token at a time, also in recomputation."""
         return max(1, request.prompt - computed)
 
     def pages(self, sequences: Sequences) -> Tensor:
-        """Return how many pages a query head reads now, int64 [b]."""
+        """Return the number of pages that a query head reads now, int64 [b]."""
         count = self._options.tokens(sequences) // self.page
         return count.clamp(min=self._options.min_pages)
 
@@ -98,19 +98,19 @@ class QuestPolicy(CachePolicy):
         return slots.state
 
     def _bounds(self, sequences: Sequences, name: str, key: Tensor, pages: int) -> Tensor:
-        """Return what is known of the pages, [b, h, pages, d]."""
+        """Return the bounds so far, [b, h, pages, d]."""
         known = sequences.lists.get(name)
         if known is None:
             known = key.new_zeros(*key.shape[:2], 0, key.shape[3])
         return F.pad(known, (0, 0, 0, max(0, pages - known.shape[2])))[:, :, :pages]
 
     def _extended(self, bounds: Tensor, arrival: NewTokens, reduce: str, limit: float) -> Tensor:
-        """Return the bounds that hold for the arriving keys as well; 0 for pages without tokens."""
+        """Return the bounds extended to the arriving keys; 0 for pages without tokens."""
         real = (arrival.position >= 0)[:, None, :, None]
         key = arrival.key.masked_fill(~real, limit)
         page = (arrival.position.clamp(min=0) // self.page)[:, None, :, None].expand_as(key)
-        found = bounds.scatter_reduce(2, page, key, reduce)
-        return found.masked_fill(found.isinf(), 0)
+        extended = bounds.scatter_reduce(2, page, key, reduce)
+        return extended.masked_fill(extended.isinf(), 0)
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
         """Return the slots in the best pages of each query head."""
@@ -133,9 +133,9 @@ class QuestPolicy(CachePolicy):
         best = torch.zeros_like(bound, dtype=torch.bool).scatter_(
             -1, order, page.expand_as(order) < count[:, None, None, None]
         )
-        place = (slots.position.clamp(min=0) // self.page)[:, :, None]
+        slot_page = (slots.position.clamp(min=0) // self.page)[:, :, None]
         prompt = (sequences.start < sequences.prompt)[:, None, None, None]
-        return best.gather(-1, place.expand(-1, -1, query.shape[2], -1)) | prompt
+        return best.gather(-1, slot_page.expand(-1, -1, query.shape[2], -1)) | prompt
 
 
 POLICY = PolicyKind(QuestOptions, lambda options, spec: QuestPolicy(options))

@@ -1,9 +1,10 @@
-"""R-KV: attended tokens that repeat no other one (Cai et al., 2025, arXiv:2505.24133).
+"""R-KV: attended tokens that repeat no other token stay (Cai et al., 2025, arXiv:2505.24133).
 
-At the end of a prompt and after every `interval` generated tokens, the budget goes to the newest
-tokens and to the highest scores before them: importance, which is the attention of the newest
-queries, minus redundancy, which is the mean cosine of a key to the other keys. The rule is that of
-the authors' code at d15c976. Between two of these steps everything is added.
+The policy evicts at the end of a prompt and after every `interval` generated tokens. The newest
+tokens stay, and the tokens before them with the highest scores. The score is importance minus
+redundancy. Importance is the attention of the newest queries; redundancy is the mean cosine of a
+key to the other keys. The rule follows the authors' code at d15c976. Between two evictions every
+token is stored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dms_train.inference.policies.eviction import newest
 from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below, Share
 
-_ROWS = 1024  # cosines of so many keys at a time
+_ROWS = 1024  # number of keys whose cosines are computed at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +31,12 @@ class RKVOptions(ScoreOptions):
     """Options of `r_kv`.
 
     Attributes:
-        window: Last queries that score; their tokens stay and count against the budget.
-        kernel: Neighbouring tokens of the smoothing by maximum, an odd number.
-        importance: Weight of the attention; that of the redundancy is 1 minus it. The paper has
+        window: Number of last queries, which score; their tokens stay and count against the budget.
+        kernel: Number of neighbouring tokens in the smoothing by maximum, odd.
+        importance: Weight of the attention; the redundancy has 1 minus this weight. The paper has
             0.1, the authors' code 0.07 (A-RKV1).
-        threshold: Cosine from which two keys repeat each other.
-        fix_empty_rows: Leave keys that repeat no other one as they are. The authors' code drops
+        threshold: Smallest cosine at which two keys repeat each other.
+        fix_empty_rows: Leave keys that repeat no other key as they are. The authors' code drops
             their cosine to the first token instead (A-RKV2).
     """
 
@@ -47,14 +48,14 @@ class RKVOptions(ScoreOptions):
     fix_empty_rows: bool = False
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield a line for an even kernel, besides those of the budget."""
+        """Yield the error lines of the budget, and one for an even kernel."""
         yield from ScoreOptions.check(self, path)
         if self.kernel % 2 == 0:
             yield f"kernel={self.kernel}: use an odd number"
 
 
 class RKVPolicy(ScorePolicy):
-    """Evict at the end of a prompt, and regularly from then on."""
+    """R-KV: evict at the end of a prompt, and regularly afterwards."""
 
     options: RKVOptions
 
@@ -83,8 +84,8 @@ def combined(importance: Tensor, redundancy: Tensor, weight: float) -> Tensor:
 def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tensor:
     """Return how much each key repeats others, [b, h, s], at least float32.
 
-    The cosine of a key to the newest one that it repeats does not count, so that of a family of
-    similar keys the newest one stays. Takes time for s * s cosines of each KV list.
+    The cosine to the newest repeated key does not count. Of a family of similar keys, the newest
+    one therefore stays. Computes s * s cosines for each KV list.
     """
     assert slots.key is not None
     held = slots.position >= 0
@@ -96,8 +97,8 @@ def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tenso
     for start in range(0, key.shape[2], _ROWS):
         cosine = key[:, :, start : start + _ROWS] @ key.transpose(-1, -2)
         cosine.diagonal(offset=start, dim1=-2, dim2=-1).zero_()
-        place = torch.where((cosine > threshold) & held[:, :, None], position, -1)
-        latest, dropped = place.max(-1)  # of the columns of each row
+        repeated = torch.where((cosine > threshold) & held[:, :, None], position, -1)
+        latest, dropped = repeated.max(-1)  # newest repeated key of each row
         left = cosine.scatter(-1, torch.where(latest < 0, first, dropped)[..., None], 0)
         if fix_empty_rows:
             left = torch.where((latest < 0)[..., None], cosine, left)

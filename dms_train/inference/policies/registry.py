@@ -1,9 +1,9 @@
-"""Policies by name: the modules of this package, and those of other distributions.
+"""Policies by name: modules of this package, and policies of other distributions.
 
 A policy is one module, named after it, with `POLICY = PolicyKind(Options, build)`. Another
-distribution adds one by an entry point of the group `dms_train.policies` that names such an object,
-a running program with `register_policy`. This module needs no torch, so that commands know the
-names before they import it.
+distribution adds such an object with an entry point of the group `dms_train.policies`. A running
+program adds one with `register_policy`. This module does not import torch, so that commands can
+list the names quickly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dms_train.inference.policies.base import CachePolicy, PolicyKind
 
 GROUP = "dms_train.policies"
-AUTO = "auto"  # what the model was trained for
+AUTO = "auto"  # the policy that the model was trained for
 _NOT_POLICIES = (
     "base",
     "budget",
@@ -51,7 +51,7 @@ def register_policy(name: str, kind: PolicyKind) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return what `policy` may be, `auto` first."""
+    """Return the valid values of `policy`, `auto` first."""
     return AUTO, *sorted({*_modules(), *_entry_points(), *_registered})
 
 
@@ -74,10 +74,10 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 
 
 def check_policy(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that a policy does not have, before a model is loaded.
+    """Fail if a policy does not have these options, before a model is loaded.
 
     Raises:
-        InferenceError: With the option and what is valid instead.
+        InferenceError: An option does not exist; the line names it and the valid ones.
     """
     if name == AUTO:
         if options:
@@ -92,7 +92,8 @@ def build_policy(name: str, options: Mapping[str, Any], spec: MethodSpec | None)
     """Build the policy called `name` for a model.
 
     Args:
-        name: One of `policy_names()`; `auto` is what the model was trained for, else `keep_all`.
+        name: One of `policy_names()`; `auto` is the policy that the model was trained for, else
+            `keep_all`.
         options: Fields of the policy's options.
         spec: Spec that the model was trained for; None for a dense one.
 
@@ -113,16 +114,16 @@ def policy_kind(name: str) -> PolicyKind:
     """Find the policy with this name.
 
     Raises:
-        InferenceError: There is none, or what an entry point names is none.
+        InferenceError: There is none, or an entry point names an object that is no policy.
     """
     if name in _registered:
         return _registered[name]
-    found: Any
+    loaded: Any
     if name in _modules():
-        found = importlib.import_module(f"{__package__}.{name}").POLICY
+        loaded = importlib.import_module(f"{__package__}.{name}").POLICY
     elif name in _entry_points():
         try:
-            found = _entry_points()[name].load()
+            loaded = _entry_points()[name].load()
         except (ImportError, AttributeError) as error:
             raise InferenceError(
                 f"policy={name}: its entry point does not load ({error})"
@@ -130,15 +131,15 @@ def policy_kind(name: str) -> PolicyKind:
     else:
         raise InferenceError(f"policy={name!r}: choose one of {', '.join(policy_names())}")
     kind: type[PolicyKind] = importlib.import_module(f"{__package__}.base").PolicyKind
-    if not isinstance(found, kind):
+    if not isinstance(loaded, kind):
         raise InferenceError(f"policy={name}: its entry point names no PolicyKind")
-    return found
+    return loaded
 
 
 @cache
 def _modules() -> tuple[str, ...]:
-    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return tuple(name for name in found if name not in _NOT_POLICIES)
+    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return tuple(name for name in names if name not in _NOT_POLICIES)
 
 
 @cache

@@ -1,8 +1,8 @@
-"""RoCo: the least attended token of steady attention leaves (Ren and Zhu, 2024, arXiv:2402.06262).
+"""RoCo: evict the least attended token of steady attention (Ren and Zhu, 2024, arXiv:2402.06262).
 
 A token's score is the mean attention that it has received since it entered the cache. The newest
-tokens stay, and so do those whose attention varies most, regardless of their score. The D2O paper
-only names the method; sizes are choices of this project (A-ROCO1).
+tokens stay. The tokens with the most varying attention stay too, regardless of their score. The D2O
+paper only names the method; sizes are choices of this project (A-ROCO1).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RoCoOptions(EveryStepOptions):
     """Options of `roco`.
 
     Attributes:
-        recent: Newest tokens that stay; None for a quarter of the budget, rounded down.
-        varied: Tokens of the largest standard deviation that stay; None for half of the budget.
-            Both count against the budget, of which the newest tokens come first.
+        recent: Number of newest tokens that stay; None for a quarter of the budget, rounded down.
+        varied: Number of tokens that stay because of the largest standard deviation; None for half
+            of the budget. Both count against the budget; the newest tokens have priority.
     """
 
     recent: Annotated[int | None, AtLeast(0), Below(2**31)] = None
@@ -34,7 +34,7 @@ class RoCoOptions(EveryStepOptions):
 
 
 class RoCoPolicy(EveryStepPolicy):
-    """State: the attention received so far, and the sum of its squares.
+    """RoCo; the state is the attention received so far, and the sum of its squares.
 
     Both are sums over the queries and over the query heads of a KV head.
     """
@@ -46,13 +46,13 @@ class RoCoPolicy(EveryStepPolicy):
         self._recent, self._varied = options.recent, options.varied
 
     def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
-        """Add what the pass gave."""
+        """Add the attention of the pass."""
         heads = received.total.shape[2]
         new = torch.stack([received.total.sum(2), received.squares.sum(2)], -1) / heads
         return slots.state + new.to(slots.state)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Return the least mean of the tokens that are neither recent nor varied."""
+        """Return the tokens with the lowest mean, except recent and varied ones."""
         sequences = slots.sequences
         assert sequences is not None
         budget = self.budget(sequences)
@@ -65,7 +65,7 @@ class RoCoPolicy(EveryStepPolicy):
         return beyond_budget(score, slots.position, budget)[:, :, None]
 
     def _protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many tokens stay because they are new, and because they vary, int64 [b]."""
+        """Return the number of tokens that stay as new, and as varied, int64 [b] each."""
         recent = budget // 4 if self._recent is None else budget.clamp(max=self._recent)
         varied = budget // 2 if self._varied is None else budget.new_tensor(self._varied)
         return recent, torch.minimum(varied, budget - recent)

@@ -1,4 +1,4 @@
-"""RoPE on keys and queries that have it already: the same vectors at other positions."""
+"""Move keys and queries that have RoPE to other positions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def moved_by(x: Tensor, distance: Tensor, frequency: Tensor) -> Tensor:
-    """Rotate vectors that have RoPE by `distance` positions more, at least float32.
+    """Rotate vectors that have RoPE by `distance` more positions, at least in float32.
 
     Angles are computed in float64. Distances may be negative.
 
     Args:
         x: [..., d]; channel c is turned together with channel c + d / 2.
-        distance: Integers [...], or what broadcasts to it.
+        distance: Integers that broadcast to [...].
         frequency: [d / 2], radians for each position.
     """
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,7 +1,7 @@
 """Policies that keep the tokens with the highest scores: the public base class.
 
-A subclass computes scores, as a press of kvpress does. Options say when tokens are evicted: at the
-end of a prompt, after every block of a prompt, after every so many generated tokens.
+A subclass computes scores, like a press of kvpress. Options say when tokens are evicted: at the
+end of a prompt, after every block of a prompt, or after a number of generated tokens.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, s tokens, d head size.
 """
@@ -25,13 +25,13 @@ from dms_train.limits import AtLeast, Below
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions(BudgetOptions):
-    """A budget, and when tokens beyond it are evicted: by default at the end of a prompt.
+    """Budget and times of evictions; by default, tokens are evicted at the end of a prompt.
 
     Attributes:
         interval: Number of generated tokens between two evictions; None keeps all of them.
-        block: Evict after every `block` tokens of a prompt as well, so that its later tokens read
-            what is left; None computes the prompt with full attention.
-        decode_only: Leave prompts as they are; needs an interval.
+        block: Evict after every `block` tokens of a prompt as well; its later tokens then read the
+            kept tokens only. None computes the prompt with full attention.
+        decode_only: Evict nothing from prompts; needs an interval.
     """
 
     interval: Annotated[int | None, AtLeast(1), Below(2**31)] = None
@@ -39,7 +39,7 @@ class ScoreOptions(BudgetOptions):
     decode_only: bool = False
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield a line for options that exclude each other, besides those of the budget."""
+        """Yield the error lines of the budget, and one for options that exclude each other."""
         yield from BudgetOptions.check(self, path)
         if self.decode_only and self.interval is None:
             yield "decode_only: evicts nothing without interval, a number of generated tokens"
@@ -70,7 +70,7 @@ class ScorePolicy(CachePolicy):
         self.evicts_prompt_only = options.interval is None
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
-        """Score the tokens of KV lists; the highest scores stay, of equal ones the first token.
+        """Score the tokens of KV lists; the highest scores stay, of equal scores the first token.
 
         Args:
             keys: [b, h, s, d] in the order of their positions, with RoPE, at least float32.
@@ -84,11 +84,11 @@ class ScorePolicy(CachePolicy):
         raise NotImplementedError(f"{type(self).__name__} needs a method score")
 
     def kept(self, slots: Slots, sequences: Sequences) -> Tensor:
-        """Return how many tokens of each sequence this layer keeps, int64 [b]."""
+        """Return the number of tokens of each sequence that this layer keeps, int64 [b]."""
         return self.options.tokens(sequences)
 
     def kernel_rule(self) -> KernelRule | str:
-        """Have the kernels store and attend; the hooks evict."""
+        """Return the rule by which the kernels store and attend, and the hooks evict."""
         return BudgetRule(evicts=NEVER, interval=self.options.interval)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
@@ -131,7 +131,7 @@ class ScorePolicy(CachePolicy):
         for i in self.evicts_after(sequences).nonzero()[:, 0].tolist():
             position = slots.position[i : i + 1]
             order = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argsort(-1)
-            # all KV heads of a sequence hold as many tokens
+            # all KV heads of a sequence hold the same number of tokens
             order = order[..., : int((position >= 0).sum(-1).max())]
             index = order[..., None].expand(-1, -1, -1, slots.key.shape[-1])
             keys, values = (
@@ -141,6 +141,6 @@ class ScorePolicy(CachePolicy):
             if attention is not None:
                 seen = attention[i : i + 1]
                 seen = seen.gather(3, order[:, :, None].expand(-1, -1, seen.shape[2], -1))
-            found = self.score(keys, values, seen)
-            scores[i : i + 1].scatter_(2, order, found.to(wide))
+            new_scores = self.score(keys, values, seen)
+            scores[i : i + 1].scatter_(2, order, new_scores.to(wide))
         return scores

@@ -1,8 +1,8 @@
-"""SnapKV: prompt tokens that its last queries attend (Li et al., 2024, arXiv:2404.14469).
+"""SnapKV: keep prompt tokens that the last queries attend (Li et al., 2024, arXiv:2404.14469).
 
-At the end of a prompt, the attention of the last `window` queries is averaged over them and over
-the query heads of a KV head, smoothed over neighbouring positions, and the budget goes to the
-highest scores and to the window itself. The paper does not fix the kind of pooling (A-SNAP1).
+The policy evicts at the end of a prompt. A token's score is its mean attention from the last
+`window` queries and the query heads of a KV head, smoothed over neighbouring positions. The window
+itself and the highest scores stay. The paper does not fix the kind of pooling (A-SNAP1).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dms_train.limits import AtLeast, Below, OneOf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapKVOptions(ScoreOptions):
-    """Options of `snapkv`; the defaults are those of the Hard-KV paper.
+    """Options of `snapkv`, with the defaults of the Hard-KV paper.
 
     Attributes:
-        window: Last queries that score the prompt; their tokens stay and count against the budget.
-        kernel: Neighbouring positions of the smoothing, an odd number.
+        window: Number of last queries, which score the prompt; their tokens stay and count against
+            the budget.
+        kernel: Number of neighbouring positions in the smoothing, odd.
         pool: `avg` or `max`.
         group_reduce: How the query heads of a KV head make one score, before the smoothing.
     """
@@ -36,7 +37,7 @@ class SnapKVOptions(ScoreOptions):
     group_reduce: Annotated[str, OneOf("mean", "max", "sum")] = "mean"
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield a line for an even kernel, besides those of the budget."""
+        """Yield the error lines of the budget, and one for an even kernel."""
         yield from ScoreOptions.check(self, path)
         if self.kernel % 2 == 0:
             yield f"kernel={self.kernel}: use an odd number"

@@ -1,10 +1,10 @@
 """StreamingLLM: the first tokens and the newest ones (Xiao et al., 2023, arXiv:2309.17453).
 
-A query of a prompt reads what the budget leaves at its position, as one of a generated token does.
-With `positions=original` keys keep the positions at which they were computed. With
-`positions=cache` they have those in the cache, as in the paper: the first tokens follow on to the
-newest ones, so that distances never exceed the budget. Keys stay as they are stored; a query is
-moved back for the first tokens, which gives the same products.
+A query reads the tokens that the budget leaves at its position, in a prompt and in generated text.
+With `positions=original`, keys keep the positions at which they were computed. With
+`positions=cache`, they have their positions in the cache, as in the paper. The newest tokens then
+follow the first ones directly, so that distances never exceed the budget. Stored keys do not
+change; for the first tokens, the query is moved back, which gives the same products.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class StreamingLLMOptions(BudgetOptions):
     """Options of `streaming_llm`.
 
     Attributes:
-        sinks: First tokens that stay; they count against the budget, which the newest token has
-            at least one place of.
-        positions: `original`, those of the text, or `cache`, those among the tokens that are left.
+        sinks: Number of first tokens that stay. They count against the budget, but at least one
+            token of the budget is for the newest token.
+        positions: `original` takes positions in the text, `cache` positions among the kept tokens.
     """
 
     sinks: Annotated[int, AtLeast(0)] = 4
@@ -46,7 +46,7 @@ class StreamingLLMOptions(BudgetOptions):
 
 
 class StreamingLLMPolicy(CachePolicy):
-    """Keep the first tokens and the last ones, the query's own among them."""
+    """Keep the first and the last tokens; the last ones include the query's own token."""
 
     evicts_prompt_only = False
 
@@ -56,7 +56,7 @@ class StreamingLLMPolicy(CachePolicy):
         self.shareable = options.fixed
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
-        """Return 1 where the budget grows with the tokens, None elsewhere."""
+        """Return 1 if the budget grows with the tokens, otherwise None."""
         if self._options.budget_mode != GROWING:
             return None
         return max(1, request.prompt - computed)
@@ -69,10 +69,10 @@ class StreamingLLMPolicy(CachePolicy):
         return (at[:, None, :, None] - position >= last) & (position >= first)
 
     def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
-        """Return the first tokens, moved by as many positions as tokens are missing after them."""
+        """Return the first tokens, moved by the number of evicted tokens after them."""
         if not self._moves:
             return None
-        position = slots.position[:, 0, None]  # alike for all KV heads
+        position = slots.position[:, 0, None]  # equal for all KV heads
         read = (position >= 0) & (position <= at[:, :, None]) & ~self.evict_mask(slots, at)[:, 0]
         assert slots.sequences is not None
         first = self.limits(slots.sequences).most[:, None, None]
@@ -80,13 +80,13 @@ class StreamingLLMPolicy(CachePolicy):
         return PositionShift(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
 
     def kernel_rule(self) -> KernelRule | str:
-        """Evict the oldest token after the first ones."""
+        """Return the rule that evicts the oldest token after the first ones."""
         if self._moves:
             return "reads keys at other positions (positions=cache)"
         return BudgetRule(evicts=OLDEST, streams=True)
 
     def limits(self, sequences: Sequences) -> Limits:
-        """Return how many of the first and of the last tokens stay."""
+        """Return the number of first and of last tokens that stay."""
         budget = self._options.tokens(sequences)
         last = (budget - self._options.sinks).clamp(min=1)
         return Limits(budget - last, last)

@@ -1,8 +1,8 @@
-"""TOVA: the token that the newest query attends least leaves (Oren et al., 2024, arXiv:2401.06104).
+"""TOVA: evict the token that the newest query attends least (Oren et al., 2024, arXiv:2401.06104).
 
-The score is the mean over all query heads of a layer, so that the same positions leave every KV
-head (`scope=layer`, the authors' code at 9c7d09b); `scope=group` takes the query heads of each KV
-head (A-TOVA1: the DMS paper does not say which).
+With `scope=layer`, as in the authors' code at 9c7d09b, the score is the mean over all query heads
+of a layer. All KV heads then evict the same positions. With `scope=group`, the score is the mean
+over the query heads of each KV head. The DMS paper does not say which it uses (A-TOVA1).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TOVAOptions(EveryStepOptions):
     """Options of `tova`.
 
     Attributes:
-        scope: Query heads whose mean is the score.
+        scope: Query heads over which the score is averaged.
         protect_last: Keep the newest token regardless of its score.
     """
 
@@ -42,7 +42,7 @@ class TOVAOptions(EveryStepOptions):
 
 
 class TOVAPolicy(EveryStepPolicy):
-    """State: the attention of the newest query."""
+    """TOVA; the state of a slot is the attention of the newest query."""
 
     state_width = 1
 
@@ -63,7 +63,7 @@ class TOVAPolicy(EveryStepPolicy):
         return Limits(budget, torch.full_like(budget, self._protected))
 
     def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
-        """Replace the scores."""
+        """Replace the scores by the attention of the newest query."""
         score = received.newest.mean(2)
         if self._scope == LAYER:
             score = self._by_position(slots.position, score)

@@ -1,4 +1,4 @@
-"""Every token is evicted when it leaves the window: the baseline for learned policies."""
+"""Window policy: evict every token that leaves the window; baseline for learned policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dms_train.method.base import MethodSpec
 
 
 class WindowPolicy(CachePolicy):
-    """A query reads itself and the `window` tokens before it."""
+    """Window policy: a query reads itself and the `window` tokens before it."""
 
     def __init__(self, window: int) -> None:
         self.window = window

@@ -48,9 +48,8 @@ class PagedAttention(Protocol):
     ) -> Tensor:
         """Evict the token that leaves the window if it is marked, then store one token.
 
-        The cache is updated in place: pages, table, lengths, ring, and exponents, positions and
-        bounds where it has them. A token that finds no page is not stored and sets
-        `cache.free.fault`.
+        The cache is updated in place: pages, table, lengths and ring; exponents, positions and
+        bounds if it has them. A token that finds no page is not stored and sets `cache.free.fault`.
 
         Args:
             step: One token per sequence.
@@ -116,8 +115,8 @@ class PagedAttention(Protocol):
 class DecodeKernels(PagedAttention, Protocol):
     """Decode attention, selection of tokens and pages, and management of pages.
 
-    A KV list has a number among those of all layers and rows: (layer * r + row) * h + head. The
-    functions of pages take `table` and `lengths` of all of them, flattened.
+    The KV lists of all layers and rows are numbered: (layer * r + row) * h + head. The functions
+    that manage pages take `table` and `lengths` of all KV lists, flattened.
     """
 
     def choose(
@@ -152,7 +151,7 @@ class DecodeKernels(PagedAttention, Protocol):
         memory: PageSelection,
         read: Tensor,
     ) -> None:
-        """Select the pages that each query head reads; of equal bounds, lower pages first.
+        """Select the pages that each query head reads; of equal bounds, the lower page wins.
 
         `cache` with the table and lengths of `memory` can be given to `attend`, with `memory.heads`
         as `readers` and the batch slots as rows.
@@ -230,8 +229,8 @@ class DecodeKernels(PagedAttention, Protocol):
         Args:
             table: int32 [any, p], page numbers.
             lengths: int32 [any], slots in use; updated.
-            after: int32 [k], slots that stay; if they are more than before, their pages are
-                allocated already.
+            after: int32 [k], slots that stay. If the number grows, the pages must already be
+                allocated.
             lists: int64 [k], numbers of the KV lists, all different.
             free: Receives the pages; with `holders`.
             page_slots: Slots of a page.
@@ -247,7 +246,7 @@ class DecodeKernels(PagedAttention, Protocol):
         pages: Tensor,
         free: FreePages,
     ) -> None:
-        """Copy pages that change and that other KV lists hold too.
+        """Copy changed pages that other KV lists hold too.
 
         Args:
             table: int32 [any, p], page numbers; updated.

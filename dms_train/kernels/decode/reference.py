@@ -1,6 +1,6 @@
 """Decode attention over compact pages in plain loops and float64.
 
-Implementation of `dispatch.PagedAttention` on any device, and truth for the tests of the kernels.
+Implementation of `dispatch.PagedAttention` on any device, and reference for tests of the kernels.
 `choose` is the reference of the kernel with that name.
 """
 
@@ -49,7 +49,7 @@ def append(
 ) -> Tensor:
     """Evict the token that leaves the window if it is marked, then store one token.
 
-    As `PagedAttention.append`, but a new result is float64.
+    Works like `PagedAttention.append`, except that a new result is float64.
     """
     b, heads, d = step.query.shape
     h = step.key.shape[1]
@@ -95,7 +95,7 @@ def _claim(
         row: Cache row.
         head: KV head.
         token: Position of the arriving token, and its decision.
-        rule: How it decides.
+        rule: Source of the decisions.
     """
     (t, marked), ring, length = token, cache.ring[row, head], int(cache.lengths[row, head])
     size, evicts, slot = len(ring), False, length
@@ -117,14 +117,14 @@ def _claim(
 
 def _reserve_slot(cache: PagedCache, row: int, head: int, slot: int) -> bool:
     """Give the KV list a page for its next slot if it has none; False if that is impossible."""
-    place, free = slot // cache.page_slots, cache.free
-    if place >= cache.table.shape[-1]:
+    page_index, free = slot // cache.page_slots, cache.free
+    if page_index >= cache.table.shape[-1]:
         free.fault.bitwise_or_(LIST_FULL)
         return False
     if slot % cache.page_slots:
         return True
     page = _pop(cache)
-    cache.table[row, head, place] = page
+    cache.table[row, head, page_index] = page
     return page > 0
 
 
@@ -155,13 +155,13 @@ def _pop(cache: PagedCache) -> int:
 
 def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair: Tensor) -> None:
     """Write key and value [2, d] into a claimed slot."""
-    place, offset = divmod(claim[0], cache.page_slots)
-    page = cache.pages[int(cache.table[row, head, place])]
+    page_index, offset = divmod(claim[0], cache.page_slots)
+    page = cache.pages[int(cache.table[row, head, page_index])]
     fresh = claim[1] and offset == 0
     for kind in range(2):
         wide = pair[kind].double()
         if cache.exponents is not None:
-            scale = cache.exponents[row, head, place]
+            scale = cache.exponents[row, head, page_index]
             _fit_exponent(page[kind], scale[kind], wide, fresh=fresh)
             wide = wide * 2.0 ** -float(scale[kind])
         page[kind, offset] = wide.float().to(page.dtype)
@@ -179,7 +179,8 @@ def _fit_exponent(page: Tensor, exponent: Tensor, wide: Tensor, *, fresh: bool) 
     """Raise a page's exponent until `wide` [d] fits, shifting what is stored; in place.
 
     Values are kept at or below 256 of e4m3's 448. A page starts, and is raised, with one power of
-    two to spare, so that raises are rare; they are exact except for values that fall below 2**-6.
+    two to spare, so that raises are rare. A raise is exact, except for values that fall below
+    2**-6.
     """
     peak = wide.abs().max()
     need = min(max(int(torch.frexp(peak)[1]) - 8, -100), 100) if peak > 0 else -100
@@ -214,7 +215,7 @@ def attend(
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v over the live slots.
 
-    As `PagedAttention.attend`, but a new result is float64.
+    Works like `PagedAttention.attend`, except that a new result is float64.
     """
     b, heads, d = query.shape
     h = cache.lengths.shape[1]
@@ -229,9 +230,9 @@ def attend(
             if logits is not None:
                 logits.logits[i * h + head, :, : len(key)] = scores / math.log(2)
             if readers is not None:
-                place = torch.arange(len(key), device=key.device) // cache.page_slots
+                page_index = torch.arange(len(key), device=key.device) // cache.page_slots
                 member = torch.arange(heads // h, device=key.device)[:, None]
-                reads = readers[row, head, place] >> member & 1
+                reads = readers[row, head, page_index] >> member & 1
                 scores = scores.masked_fill(reads == 0, -torch.inf)
             if logits is not None:
                 logits.totals[i * h + head] = scores.logsumexp(-1) / math.log(2)
@@ -285,7 +286,7 @@ def choose(
 def _chosen(
     choice: Choice, i: int, time: int, score: list[float], position: list[int]
 ) -> int | None:
-    """Return the slot of the token that leaves the KV list of sequence `i`."""
+    """Return the slot of the token to evict from the KV list of sequence `i`."""
     limit, recent = int(choice.limit[i]), int(choice.recent[i])
     held = range(len(score))
     if choice.kind == OLDEST:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class SecondQuery(NamedTuple):
-    """Queries that read some of the slots in place of the first ones.
+    """Queries that read some of the slots instead of the main queries.
 
     Attributes:
         query: [b, h * r, q, d].
-        slots: bool [b, h, s], which slots.
+        slots: bool [b, h, s], the slots that they read.
     """
 
     query: Tensor
@@ -26,7 +26,7 @@ class SecondQuery(NamedTuple):
 def attend_slots(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d) + mask) v; scores and softmax are at least float32.
+    """Compute softmax(q k^T / sqrt(d) + mask) v; scores and softmax are at least float32.
 
     Args:
         query: [b, h * r, q, d].

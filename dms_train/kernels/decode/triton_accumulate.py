@@ -1,7 +1,7 @@
 """DMC for one new token per sequence: decision, importance and merge in one kernel.
 
-The result is a step for `triton_append`: the eviction channels are cleared, key and value belong to
-the merged state, and the signal tells whether it overwrites the state of the previous token.
+The result is a step for `triton_append`. Its eviction channels are cleared, and key and value
+belong to the merged state. Its signal tells whether this state overwrites the previous token's.
 `method.dmc.merge` is the same in torch operations.
 
 Shape letters: r cache rows, h KV heads, b sequences, g query heads per KV head, m tokens that a
@@ -76,7 +76,7 @@ def _accumulate_kernel(
         there = time >= m
         entry = entries + (time + KEPT - m) % KEPT
         part = share * tl.load(newest_weight_ptr + entry * 2 + 1, mask=there, other=0.0)
-        used = tl.where(inside, part, 0.0) > 0.0  # not where no such token is in the state
+        used = tl.where(inside, part, 0.0) > 0.0  # only tokens that are in the state
         old_key = newest_key_ptr + entry * D + half
         old_value = newest_value_ptr + entry * D + half
         sum_key_1 += part * tl.load(old_key, mask=used, other=0.0).to(tl.float32)

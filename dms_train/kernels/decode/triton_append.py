@@ -1,7 +1,7 @@
 """One kernel per layer that stores a new token in a paged cache: RoPE, decision, eviction, storage.
 
-One program per (sequence, KV head); KV lists share the free list, and pages that are copied before
-they change. `reference` is the same in plain loops.
+One program handles one (sequence, KV head). KV lists share the free list. They may share pages,
+which are copied before they change. `reference` is the same in plain loops.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _slot(
 ):
     """Return the slot of the arriving token, and whether it is a new one.
 
-    leaving is the ring entry of the token that leaves the window; bit is 1 for a decision to evict,
-    which counts for that token if SHIFT is RING.
+    `leaving` is the ring entry of the token that leaves the window. `bit` is 1 for a decision to
+    evict; it governs the leaving token if SHIFT is RING.
     """
     slot, grown = length, True
     if SOURCE != _NEVER:
@@ -85,7 +85,7 @@ def _slot(
 
 @triton.jit
 def _mark(entry_ptr, time, bit, SHIFT: tl.constexpr, RING: tl.constexpr):
-    """Mark the governed token if it has arrived before; the mark of the arriving token itself."""
+    """Mark the governed token if it is in the ring; return the mark of the arriving token."""
     mark = 0
     if SHIFT == 0:
         mark = bit
@@ -250,7 +250,7 @@ def _append_kernel(
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, QUANTISED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:  # launched while the kernel before runs; the attention may be launched as well
+    if OVERLAP:  # launched while the previous kernel runs; the attention may be launched as well
         tl.extra.cuda.gdc_launch_dependents()
     batch, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows_ptr + batch)
@@ -263,7 +263,7 @@ def _append_kernel(
     LATE: tl.constexpr = DECIDES and (SOURCE != _ALWAYS) and (SHIFT == RING)
     half = tl.arange(0, D_PAD // 2)
     inside = half < HALF
-    # no kernel since the step before has written what describes the KV list: read it without a wait
+    # no kernel since the previous step has written the KV list's state: read it without a wait
     kv_list = (row * heads + head).to(tl.int64)
     list_ptr = table_ptr + kv_list * places
     time = tl.load(position_ptr + batch)

@@ -90,8 +90,8 @@ def _share(
     """Return this program's part of all tiles; with OVERLAP, wait for the previous kernel.
 
     Returns:
-        Its first tile, its end, the KV list of its first tile, that KV list's first tile, the
-        number of tiles and the number of programs that have any.
+        First tile and end of the program; KV list of the first tile, and the first tile of that
+        list; number of tiles; number of programs with tiles.
     """
     kv_list = tl.arange(0, KV_LISTS)
     inside = kv_list < kv_lists
@@ -132,8 +132,8 @@ def _fetch_tile(
 ):
     """Fetch this program's first tile into the L2 cache while the previous kernel runs.
 
-    That kernel may change a length by one and add a page, so that the tile may be another one. The
-    numbers are read past the L1 cache, where they would stay.
+    That kernel may change a length by one and add a page, so that the guessed tile may be wrong.
+    The numbers bypass the L1 cache, where old values would stay.
     """
     at, end, kv_list, first, _, _ = _share(
         rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS, WIDE, False, ".cg"
@@ -349,7 +349,7 @@ def attend(
         PAGE=cache.page_slots,
         TILE=tuning.tile,
         MERGED=triton.next_power_of_2(group),
-        # parts combined at a time: many, as a pass waits for the memory, but held in registers
+        # parts combined at a time: each pass waits for memory, but many parts fill the registers
         CHUNK=max(1, min(triton.next_power_of_2(d) // 4, 2**12 * tuning.warps // flat)),
         WIDE=memory.programs * tiles >= 2**31,
         QUANTISED=quantised,

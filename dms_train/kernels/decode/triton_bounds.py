@@ -1,8 +1,8 @@
 """Selection of pages by the lowest and highest keys of each (Quest, arXiv:2406.10774).
 
 One kernel computes the bound of every page for every query head, the other selects the best pages.
-The result is a page table that `triton_attention` reads: the pages that any head of a query group
-reads, and which of the heads read each.
+The result is a page table for `triton_attention`. It lists the pages read by any head of a query
+group, and for each page the heads that read it.
 
 A page here is `multiple` neighbouring pages of the cache; slots are in the order of positions.
 
@@ -58,7 +58,7 @@ def _bound_kernel(
             lowest, highest = tl.minimum(lowest, low), tl.maximum(highest, high)
         known = (column * MULTIPLE < pages)[:, None] & (channel < D)[None, :]
         lowest, highest = tl.where(known, lowest, 0.0), tl.where(known, highest, 0.0)
-        # the larger product of a channel is that with the highest key where the query is positive
+        # a positive query channel has its larger product with the highest key
         up, down = tl.maximum(query, 0.0).to(query.dtype), tl.minimum(query, 0.0).to(query.dtype)
         bound = tl.dot(up, tl.trans(highest).to(up.dtype), input_precision="ieee")
         bound = tl.dot(down, tl.trans(lowest).to(up.dtype), bound, input_precision="ieee")
@@ -68,9 +68,10 @@ def _bound_kernel(
 
 @triton.jit
 def _threshold(ranked, wanted, R: tl.constexpr, R_PAD: tl.constexpr, COLUMNS: tl.constexpr):
-    """Find a number that `wanted` of each row of uint32 [R_PAD, COLUMNS] reach, bit by bit.
+    """Find a number that exactly `wanted` columns of a row reach, bit by bit.
 
-    If columns are equal, there may be no such number; the result is the `wanted`-th largest.
+    The rows are uint32 [R_PAD, COLUMNS]. If columns are equal, there may be no such number; the
+    result is then the `wanted`-th largest.
     """
     least = tl.zeros([R_PAD], tl.uint32)
     bit = tl.full([R_PAD], 2147483648, tl.uint32)
@@ -145,9 +146,9 @@ def select_pages(
     memory: PageSelection,
     read: Tensor,
 ) -> None:
-    """Select the pages that are read, in two kernels; see `DecodeKernels.select_pages`."""
+    """Select the pages to read, in two kernels; see `DecodeKernels.select_pages`."""
     b, all_heads, d = query.shape
-    h, places = cache.table.shape[1:]
+    h, table_width = cache.table.shape[1:]
     group, columns = all_heads // h, memory.scores.shape[-1]
     overlap = can_overlap(query.device)
     _bound_kernel[(b * h, triton.cdiv(columns, _BLOCK))](
@@ -158,7 +159,7 @@ def select_pages(
         rows,
         memory.scores,
         h,
-        places,
+        table_width,
         columns,
         MULTIPLE=wanted.multiple,
         PAGE=cache.page_slots,
@@ -183,7 +184,7 @@ def select_pages(
         memory.lengths,
         read,
         h,
-        places,
+        table_width,
         columns,
         MULTIPLE=wanted.multiple,
         PAGE=cache.page_slots,

@@ -1,7 +1,7 @@
 """Choice of the token that each KV list evicts after a decode step.
 
-The entry of a KV list's ring says in which slot it lies, so that the next token is stored there
-(`paged.CHOSEN`). One program per KV list, or per sequence where all KV heads decide together.
+The ring entry of a KV list holds the slot of this token; the next token is stored there
+(`types.CHOSEN`). One program handles one KV list, or one sequence if all KV heads decide together.
 `reference.choose` is the same in plain loops.
 
 Shape letters: r cache rows, h KV heads, b sequences, g query heads per KV head, s slots of a full
@@ -28,7 +28,7 @@ from dms_train.kernels.launch import can_overlap
 
 _OLDEST, _SUMMED = tl.constexpr(OLDEST), tl.constexpr(SUMMED)
 _MAXIMUM, _MEAN = tl.constexpr(MAXIMUM), tl.constexpr(MEAN)
-_SCORES = 2**13  # that a program holds at a time
+_SCORES = 2**13  # scores that a program holds at a time
 
 
 @triton.jit

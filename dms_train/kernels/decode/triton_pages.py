@@ -1,6 +1,6 @@
-"""Pages move between KV lists and the free list on the device; the host does not wait.
+"""Kernels that move pages between KV lists and the free list; the host does not wait.
 
-A KV list has a number n among all lists of a cache: its table is row n of the page tables.
+The KV lists of a cache are numbered: the table of list n is row n of the page tables.
 
 Shape letters: n KV lists of a cache, k of which are changed, p pages of a full KV list.
 """
@@ -73,7 +73,7 @@ def _release_kernel(
         page = tl.load(table_ptr + kv_list * places + at, mask=inside, other=0)
         held = tl.atomic_add(holders_ptr + page, -1, mask=inside)
         freed = inside & (held == 1)
-        tl.store(holders_ptr + page, 1, mask=freed)  # as a free page has
+        tl.store(holders_ptr + page, 1, mask=freed)  # as in a free page
         each = freed.to(tl.int32)
         first = tl.atomic_add(count_ptr, tl.sum(each, 0))
         tl.store(numbers_ptr + first + tl.cumsum(each, 0) - 1, page, mask=freed)
@@ -98,7 +98,7 @@ def own_page(
 ):
     """Return a page that only this KV list holds: the page or a copy, and whether it exists.
 
-    held is the number of holders. Each releases the page after it has copied it, so that the last
+    `held` is the number of holders. Each holder releases the page after its copy, so that the last
     one may write at once.
     """
     if held > 1:
@@ -140,7 +140,7 @@ def _own_kernel(
     PLACES: tl.constexpr,
     COPIED: tl.constexpr,
 ):
-    """Copy the shared ones of some neighbouring pages of a KV list.
+    """Copy the shared pages among some neighbouring pages of a KV list.
 
     A program is one warp: others release pages meanwhile, and warps could see different holders.
     """
@@ -205,8 +205,8 @@ def copy_shared_pages(
     table: Tensor, lengths: Tensor, changed: Tensor, lists: Tensor, pages: Tensor, free: FreePages
 ) -> None:
     """Copy shared pages before they change; see `DecodeKernels.copy_shared_pages`."""
-    places = table.shape[-1]
-    _own_kernel[(len(lists), triton.cdiv(places, _NEIGHBOURS))](
+    table_width = table.shape[-1]
+    _own_kernel[(len(lists), triton.cdiv(table_width, _NEIGHBOURS))](
         table,
         lengths,
         changed.contiguous().view(torch.uint8),
@@ -216,7 +216,7 @@ def copy_shared_pages(
         free.left,
         free.fault,
         free.holders,
-        places,
+        table_width,
         PAGE=pages.shape[2],
         SIZE=pages[0].numel(),
         PLACES=_NEIGHBOURS,

@@ -14,7 +14,7 @@ _PARTS = 5  # at most
 
 @triton.jit
 def _copy(source_ptr, begin, count, place, out_ptr):
-    """Write the part that begins at a place of the output."""
+    """Copy one tensor to its range of the output."""
     if source_ptr is not None:
         inside = (place >= begin) & (place < begin + count)
         value = tl.load(source_ptr + place - begin, mask=inside, other=0)

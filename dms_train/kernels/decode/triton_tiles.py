@@ -1,7 +1,7 @@
 """Attention of the query heads of a group to tiles of slots of one KV list.
 
 The kernel of `triton_attention` calls these functions. Pages hold the query's dtype or FP8. Sums of
-values are returned undivided, so that those of several programs can be merged.
+values are returned undivided, so that the sums of several programs can be merged.
 
 Shape letters: R query heads per KV head, D head size, PAGE slots of a page, TILE slots that are
 loaded at a time; R_PAD and D_PAD are powers of two.
@@ -157,10 +157,10 @@ def attend_fp8_tiles(
 ):
     """Attend like `attend_tiles` to FP8 pages, read as pairs of neighbouring channels.
 
-    Products of pairs are split into those of first and of second channels, because 16-bit words can
-    be transposed while they are loaded for tensor cores, but bytes cannot. A stored value is
-    `value * 2**-e`. Scores are therefore raised by e, so that the weights stay below 1 and multiply
-    the stored values, and the sum of weights takes e back.
+    First and second channels of the pairs have separate products. The reason is that a load for
+    tensor cores can transpose 16-bit words, but not bytes. A stored value is `value * 2**-e`. The
+    weights must multiply stored values and stay below 1. Scores are therefore raised by e, and the
+    sum of weights takes e back.
     """
     inner = tl.arange(0, TILE)
     pair = tl.arange(0, D_PAD // 2)[None, :]
@@ -206,7 +206,7 @@ def attend_fp8_tiles(
 def halved_query(query_at, real, R_PAD: tl.constexpr, D_PAD: tl.constexpr):
     """Return first and second channels of a query's pairs in float16, and the power taken out.
 
-    bf16 fits float16 once it is brought below 1; its smallest channels may lose digits.
+    A bf16 query fits float16 once it is scaled below 1; its smallest channels may lose digits.
     """
     query = tl.load(query_at, mask=real, other=0.0).to(tl.float32)
     power = (tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) >> 23) - 126

@@ -3,8 +3,9 @@
 A KV list is one (cache row, KV head) of one layer. Its live tokens fill slots 0 .. length - 1 of
 its page list without holes, in any order. All tensors are on the device.
 
-A decode step stores one token per sequence and evicts at most one per KV list, whose slot the new
-token reuses. It therefore never releases pages; it only pops pages from the free list.
+A decode step stores one token per sequence and evicts at most one token per KV list. The new token
+reuses the slot of the evicted one. Steps therefore never release pages; they only pop pages from
+the free list.
 
 KV lists may share pages. A step copies a shared page before it stores a token in it. It pops at
 most one page per KV list, either for a new page or for a copy.
@@ -134,7 +135,7 @@ class Decisions(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Rule that selects the token that a KV list evicts after a step; the latest of equal scores.
+    """Rule that selects the token to evict after a step; of equal scores, the latest token.
 
     Attributes:
         kind: SUMMED evicts the lowest sum of attention received, if there are more than `limit`

@@ -1,7 +1,8 @@
 """From the eviction channel to log(1 - alpha) by key and eviction statistics, one kernel each way.
 
-Computes the same as the plain operations of `mcore`: logits, counter-based noise, relaxation,
-alignment to keys, and what the hard decisions cost in slots. Noise has the same bits everywhere.
+The kernels compute the same as the plain operations of `mcore`: logits, counter-based noise,
+relaxation, alignment to keys, and the slots taken by hard decisions. Noise has the same bits
+everywhere.
 
 Shape letters: s positions, b samples, g KV heads.
 """
@@ -55,7 +56,7 @@ def decide_eviction(
     i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < s
     first, end, counts = 0, s, inside
-    if PACKED:  # of the document, and whether it is no padding
+    if PACKED:  # end of the document, and whether the token is real
         first = tl.load(first_ptr + b * s + i, mask=inside, other=0).to(tl.int32)
         end = tl.load(end_ptr + b * s + i, mask=inside, other=0).to(tl.int32)
         counts = i < tl.load(tokens_ptr + b)
@@ -81,7 +82,7 @@ def decide_eviction(
     if MERGES:  # a token without a predecessor is not merged
         tl.store(alpha_ptr + base + i, tl.where(governs, alpha, 0.0), mask=inside)
         counted = tl.where(governs, counted, 0.0)
-    # the key that a decision governs is gone for this many of the later queries
+    # number of later queries for which the governed key is evicted
     without = end - WINDOW - 1 - (i - SHIFT)
     evicts = governs & counts & (x > 0) & (without > 0)
     gone = tl.where(evicts, 1, 0)
@@ -143,11 +144,11 @@ class _Decide(torch.autograd.Function):
         blocks = triton.cdiv(s, _POSITIONS)
         z, keep = (eviction_channel.new_empty(b, g, s) for _ in range(2))
         alpha = torch.empty_like(z) if merges else None
-        parts = eviction_channel.new_empty(b, g * blocks, 3)
+        block_sums = eviction_channel.new_empty(b, g * blocks, 3)
         keys, layer, first_head = (None, 0, 0) if noise is None else noise
         first, end, tokens = _bounds(documents)
         decide_eviction[(blocks, g, b)](
-            eviction_channel.contiguous(), keys, z, alpha, keep, parts, layer, first_head,
+            eviction_channel.contiguous(), keys, z, alpha, keep, block_sums, layer, first_head,
             first, end, tokens, s, b, options.alpha_scale, options.alpha_offset, options.tau,
             WINDOW=min(options.window, s), SHIFT=min(options.governing_shift, s),
             HARD=options.alpha_in_loss == "hard_st", NOISY=noise is not None, MERGES=merges,
@@ -156,7 +157,7 @@ class _Decide(torch.autograd.Function):
         ctx.save_for_backward(z)
         ctx.options, ctx.documents, ctx.merges = options, documents, merges
         ctx.set_materialize_grads(False)
-        return alpha, keep, parts.sum(1)
+        return alpha, keep, block_sums.sum(1)
 
     @staticmethod
     def backward(
@@ -201,9 +202,10 @@ def decide(
         documents: Documents packed into the samples; None is one document for each sample.
 
     Returns:
-        log(1 - alpha) by key, float32 [b, g, s], and per sample the sums over heads, float32
-        [b, 3]: alpha (with the gradient of the soft one), live slots at the last token of each
-        document, and reads over length, the latter two by the inference rule and without gradient.
+        log(1 - alpha) by key, float32 [b, g, s], and per sample three sums over heads, float32 [b,
+        3]. They are alpha (with the gradient of the soft alpha), live slots at the last token of
+        each document, and reads over length. The latter two follow the inference rule and have no
+        gradient.
     """
     _, keep, stats = _Decide.apply(eviction_channel, options, noise, documents, False)
     return keep, stats
@@ -224,8 +226,8 @@ def decide_merges(
         documents: As for `decide`.
 
     Returns:
-        alpha, float32 [s, b, g], 0 at the first token of a document, which decides nothing, and
-        what `decide` returns.
+        alpha, float32 [s, b, g], and the results of `decide`. alpha is 0 at the first token of a
+        document, which decides nothing.
     """
     alpha, keep, stats = _Decide.apply(activation, options, noise, documents, True)
     return alpha.permute(2, 0, 1), keep, stats

@@ -1,16 +1,17 @@
-"""Products of few tokens with a weight matrix, for decode steps.
+"""Matrix products of few tokens with a weight matrix, for decode steps.
 
 Such a product reads every weight once and computes little. A program reads BLOCK_N rows of the
-weights (or a part of their columns) and keeps several blocks of them in flight. It also does the
-layer's work on the same numbers: RMSNorm before the product, SwiGLU or the residual addition after
-it.
+weights (or a part of their columns) and keeps several blocks of them in flight. It also computes
+the layer's neighbouring operations: RMSNorm before the product, SwiGLU or the residual addition
+after it.
 
 RMSNorm is divided between two products. The first writes the residual stream, the stream times the
 norm's weight, and the sum of squares of each block of channels. The second divides its results by
 the root of their mean.
 
-On Hopper, a kernel is launched while the previous one still runs. Before it waits for that one, it
-fetches its first weights into the L2 cache, or reads all of them if a program holds few enough.
+On Hopper, a kernel is launched while the previous one still runs. Before it waits for the previous
+kernel, it fetches its first weights into the L2 cache. If a program holds few weights, it reads all
+of them.
 
 Shape letters: m tokens, k channels of the input, n of the output, p blocks of the input's channels.
 """
@@ -89,7 +90,7 @@ def _product(
     """Multiply rows of the weights by tokens of the input over columns begin .. end - 1.
 
     Returns:
-        float32 [BLOCK_N, M], and with PAIR the same for the rows `pair_rows` further on.
+        float32 [BLOCK_N, M]; with PAIR, also the products of the rows at distance `pair_rows`.
     """
     channel = tl.arange(0, BLOCK_K)
     first = tl.zeros([BLOCK_N, M], tl.float32)
@@ -273,7 +274,7 @@ def _linear_kernel(
         last = seen == SPLIT - 1
         if last:
             total = tl.zeros([BLOCK_N, M], tl.float32)
-            for other in tl.static_range(SPLIT):  # always in this order
+            for other in tl.static_range(SPLIT):  # always in the same order
                 total += tl.load(
                     part_at + other * (BLOCK_N * M), mask=real, other=0.0, cache_modifier=".cg"
                 )
@@ -377,13 +378,13 @@ def normed_input(residual: Tensor, epsilon: float) -> NormedInput:
 def linear_workspace(tokens: int, device: torch.device) -> LinearWorkspace:
     """Allocate scratch memory for products of this many tokens.
 
-    Products of fewer than `_PROGRAMS` blocks, or of as many whose weights are held, are split into
-    at most twice as many programs.
+    Products of fewer than `_PROGRAMS` blocks are split into at most 2 * `_PROGRAMS` programs. So
+    are products of exactly `_PROGRAMS` blocks with held weights.
     """
     blocks = triton.cdiv(tokens, _TOKENS)
-    parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
+    partial_sums = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
     arrived = torch.zeros(_PROGRAMS * blocks, dtype=torch.int32, device=device)
-    return LinearWorkspace(parts, arrived)
+    return LinearWorkspace(partial_sums, arrived)
 
 
 def linear(

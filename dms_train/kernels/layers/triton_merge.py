@@ -1,14 +1,14 @@
 """DMC's merge in one pass over keys and values, forward and backward.
 
-First the weights of every token's average, [rows, s, width]. With S_im the product of the alphas of
-the m tokens from i backwards:
+The first kernel computes the weights of every token's average, [rows, s, width]. With S_im the
+product of the alphas of the m tokens from i backwards:
 
     w_im = S_im omega_{i-m}             p_im = w_im / sum_m w_im
     domega_j = sum_m S_{j+m,m} dw_{j+m,m}
     dalpha_j = sum_m S_{j+m,m} G_{j+m,m}
     G_im = omega_{i-m-1} dw_{i,m+1} + alpha_{i-m-1} G_{i,m+1}
 
-Then the tokens are added:
+The second kernel adds the tokens:
 
     out_i = sum_m p_im x_{i-m}          dx_j = sum_m p_{j+m,m} dout_{j+m}
     dp_im = dout_i . x_{i-m}
@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 32  # of a program that adds tokens
+_TOKENS = 32  # tokens of a program that adds tokens
 _WEIGHTS = 128  # tokens of a program that makes weights
-_TINY = tl.constexpr(1.1754943508222875e-38)  # of float32
+_TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def weights_backward(
         d_w = (tl.load(d_p_ptr + own + m, mask=i < s, other=0.0) - mean) / total
         chain *= tl.load(alpha_ptr + at, mask=inside, other=0.0)
         chain += d_w * tl.load(weight_ptr + at, mask=inside, other=0.0)
-    tl.debug_barrier()  # the chains are read back
+    tl.debug_barrier()  # the stored chains are read back below
     share = tl.full((N,), 1.0, tl.float32)
     for m in range(WIDTH):
         at, inside = row * s + i - m, (i >= m) & (i < s)
@@ -85,7 +85,7 @@ def weights_gather(
     to_alpha_ptr, to_weight_ptr, d_alpha_ptr, d_weight_ptr, s,
     WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of N tokens of one row: sums over the averages that they are in."""
+    """Compute the gradients of N tokens of one row: sums over the averages that contain them."""
     row, j = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     d_alpha, d_weight = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
     for m in range(WIDTH):
@@ -170,7 +170,7 @@ class _Band(torch.autograd.Function):
 
 
 class _Averages(torch.autograd.Function):
-    """Weights of the tokens in every state, [rows, s, width], from [rows, s] each; float32."""
+    """Differentiable weights of tokens in states, float32 [rows, s, width] from [rows, s] each."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, weight: Tensor, width: int) -> Tensor:
@@ -210,8 +210,8 @@ def merge(
     s, b, g, d = key.shape
     alpha, weight = (x.float().permute(1, 2, 0).reshape(b * g, s) for x in (alpha, weight))
     p = _Averages.apply(alpha, weight, min(width, s))
-    found = []
+    averages = []
     for x in (key, value):
         rows = _Band.apply(x.permute(1, 2, 0, 3).reshape(b * g, s, d), p)
-        found.append(rows.view(b, g, s, d).permute(2, 0, 1, 3))
-    return found[0], found[1]
+        averages.append(rows.view(b, g, s, d).permute(2, 0, 1, 3))
+    return averages[0], averages[1]

@@ -1,12 +1,12 @@
 """Find the lowest-ranked token that top-k and top-p keep, ranking tokens by logit.
 
-The rank of a token is an integer: the bits of its logit, made to order as the logits do, then those
-of its number, so that of equal logits the first one ranks highest. Top-k keeps all tokens from some
-rank on, and top-p keeps all of these from another rank on. Both ranks are searched: a kernel adds
-up the tokens, or their weights, from each of 16 ranks on, and the next kernel searches between two
-of them. The first kernel tries ranks near the best logit; the others then skip the arithmetic of
-most blocks of tokens. Weights are integers, so that their sums do not depend on how the work is
-divided.
+The rank of a token is an integer. Its high bits order tokens by logit. Its low bits hold the number
+of the token, so that of equal logits the first one ranks highest. Top-k keeps all tokens from some
+rank upwards; top-p keeps the tokens among them from another rank upwards. Each kernel of the search
+tries 16 ranks: for each, it adds up the tokens, or their weights, from this rank upwards. The next
+kernel searches between two of these ranks. The first kernel tries ranks near the best logit, so
+that the others can skip most blocks of tokens. Weights are integers, so that their sums do not
+depend on the division of the work.
 
 Shape letters: b sequences, p parts of the vocabulary.
 """
@@ -28,7 +28,7 @@ _BITS = 4  # found by one kernel
 _STEPS = tl.constexpr(2**_BITS)
 BLOCK = 1024  # tokens
 _PARTS = 128  # most programs of a sequence
-_PROGRAMS = 2048  # about as many in total, if sequences have several
+_PROGRAMS = 2048  # approximate number in total, if sequences have several programs
 _ZERO_BITS = {torch.float16: 13, torch.bfloat16: 16}  # trailing zeros of a logit as float32
 
 
@@ -53,7 +53,7 @@ class Order(NamedTuple):
 
     @property
     def shifts(self) -> range:
-        """Shifts of the bits that each kernel after the first one finds."""
+        """Shift of the bits found by each kernel after the first one."""
         bits = 32 - self.zero_bits + self.token_bits
         return range((bits - 1) // _BITS * _BITS, -1, -_BITS)
 
@@ -155,7 +155,7 @@ def _narrow_kernel(
         if tl.max(taken.to(tl.int32), 0) > 0:
             if WEIGHED:
                 score = logits.to(tl.float64) / temperature - best / temperature
-                score = tl.where(logits == top, 0.0, score)  # infinite ones too
+                score = tl.where(logits == top, 0.0, score)  # infinite logits too
                 amount = (tl.exp(score) * _ONE + 0.5).to(tl.int64)
             else:
                 amount = tl.full([BLOCK], 1, tl.int64)
@@ -216,10 +216,10 @@ def restrict(
         memory: For at least as many sequences; `best` and `lowest` are written.
     """
     b, vocab = logits.shape
-    overlap, order, parts = can_overlap(logits.device), Order.of(logits), parts_of(vocab)
-    constants = {"BLOCK": BLOCK, "PARTS": parts, "OVERLAP": overlap, "launch_pdl": overlap}
-    _best_kernel[(b, parts)](logits, memory.best, vocab, **constants)
-    programs = max(1, min(parts, _PROGRAMS // b))
+    overlap, order, num_parts = can_overlap(logits.device), Order.of(logits), parts_of(vocab)
+    constants = {"BLOCK": BLOCK, "PARTS": num_parts, "OVERLAP": overlap, "launch_pdl": overlap}
+    _best_kernel[(b, num_parts)](logits, memory.best, vocab, **constants)
+    programs = max(1, min(num_parts, _PROGRAMS // b))
     for weighed, limit in enumerate((limits.top_k, limits.top_p)):
         for shift in (-1, *order.shifts):
             _narrow_kernel[(b, programs)](

@@ -1,7 +1,8 @@
 """RoPE with the eviction channel scaled and read out, in one pass over q, k and v each way.
 
-Computes the same as the plain operations of `mcore`, in float32 where those round to the tensors'
-dtype. RoPE is linear, so only cosines and sines are saved for the backward pass.
+The kernels compute the same as the plain operations of `mcore`, but in float32 throughout; `mcore`
+rounds intermediate results to the tensors' dtype. RoPE is linear, so only cosines and sines are
+saved for the backward pass.
 
 Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size.
 """
@@ -131,7 +132,7 @@ def _rows_of_channels(gradient: Tensor, shape: Any) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """RoPE of query [s, b, g, r, d] and key [s, b, g, d]."""
+    """Differentiable RoPE of query [s, b, g, r, d] and key [s, b, g, d]."""
 
     @staticmethod
     def forward(
@@ -155,7 +156,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """RoPE of the projection's output [s, b, g, r + 2, d]: a query group, key and value each."""
+    """Differentiable RoPE of a projection [s, b, g, r + 2, d]: query group, key and value."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel) -> Any:
@@ -205,7 +206,7 @@ def rotate(
         eviction_channel: Scaling of the eviction channel.
 
     Returns:
-        Query [s, b, g * r, d], key [s, b, g, d] and the eviction channel as it was, float32 [s, b,
+        Query [s, b, g * r, d], key [s, b, g, d] and the unscaled eviction channel, float32 [s, b,
         g].
     """
     return _Rotate.apply(query, key, table, eviction_channel)
@@ -214,5 +215,5 @@ def rotate(
 def split_and_rotate(
     mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rotate` on the projection's output [s, b, g, r + 2, d]; also returns value [s, b, g, d]."""
+    """Apply `rotate` to a projection [s, b, g, r + 2, d]; also return value [s, b, g, d]."""
     return _SplitAndRotate.apply(mixed, table, eviction_channel)

@@ -2,8 +2,8 @@
 
 If a sequence has top-k, top-p or min-p, the kernels of `triton_restrict` run first.
 
-The Gumbel-max trick with the numbers of `method.splitmix`, in float64. There is no noise at
-temperature 0, which takes the most likely token. Of equal scores the first one wins.
+The kernel uses the Gumbel-max trick with the numbers of `method.splitmix`, in float64. Temperature
+0 adds no noise and takes the most likely token. Of equal scores the first one wins.
 
 Shape letters: b sequences, p parts of the vocabulary.
 """
@@ -26,7 +26,7 @@ _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexp
 
 @triton.jit
 def _shift_right(x, BITS: tl.constexpr):
-    """Logical right shift of int64."""
+    """Shift int64 to the right, filling with zeros."""
     return (x >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
@@ -116,7 +116,7 @@ def _sample_kernel(
         at = batch * PARTS + tl.arange(0, PARTS)
         scores = tl.load(score_ptr + at, cache_modifier=".cg")
         best, winner = _best(scores, tl.load(token_ptr + at, cache_modifier=".cg"))
-        winner = tl.minimum(winner, vocab - 1)  # logits that are not numbers
+        winner = tl.minimum(winner, vocab - 1)  # logits are NaN
         row = tl.load(rows_ptr + batch)
         tl.store(tokens_ptr + batch, winner.to(tl.int64))
         tl.store(last_ptr + row, winner.to(tl.int64), mask=row >= 0)
@@ -146,11 +146,11 @@ def sample(
     """Sample a token per sequence; see `LayerKernels.sample`."""
     b, vocab = logits.shape
     overlap, restricted = can_overlap(logits.device), memory.restricted
-    parts = parts_of(vocab)
+    num_parts = parts_of(vocab)
     if limits is not None:
         triton_restrict.restrict(logits, temperature, rows, limits, restricted)
     order = Order.of(logits)
-    _sample_kernel[(b, parts)](
+    _sample_kernel[(b, num_parts)](
         logits,
         temperature,
         keys,
@@ -167,7 +167,7 @@ def sample(
         ZERO_BITS=order.zero_bits,
         TOKEN_BITS=order.token_bits,
         BLOCK=BLOCK,
-        PARTS=parts,
+        PARTS=num_parts,
         OVERLAP=overlap,
         launch_pdl=overlap,
     )

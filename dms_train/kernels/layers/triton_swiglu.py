@@ -1,4 +1,4 @@
-"""SwiGLU, silu(gate) * up, in one pass over memory each way; saves only its input."""
+"""SwiGLU, silu(gate) * up, in one pass over memory each way; only its input is saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 @triton.jit
 def swiglu_forward(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    """BLOCK columns of one row."""
+    """Compute BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -26,7 +26,7 @@ def swiglu_forward(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_backward(x_ptr, d_out_ptr, d_x_ptr, width, BLOCK: tl.constexpr):
-    """Gradients of BLOCK gates and BLOCK factors of one row."""
+    """Compute the gradients of BLOCK gates and BLOCK factors of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -92,7 +92,7 @@ class RestrictWorkspace(NamedTuple):
 
     Attributes:
         best: float32 [b, p], the largest logit of each part of the vocabulary.
-        lowest: int64 [2, b], the lowest rank that top-k keeps, and that both keep.
+        lowest: int64 [2, b], the lowest rank kept by top-k, and by top-k and top-p together.
         least: int64 [b], the weight that top-p asks for.
         sums: int64 [b, 16], number or weight of the tokens from each tried rank on; 0 between
             launches.

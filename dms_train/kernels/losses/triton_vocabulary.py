@@ -1,4 +1,4 @@
-"""Losses of `vocabulary` as kernels that read every logit once; see there for the formulas.
+"""Kernels for the losses of `vocabulary` that read every logit once; see there for the formulas.
 
 A program handles one row. Each thread keeps its own running statistics, so that threads
 communicate only at the end of the row.
@@ -15,11 +15,11 @@ from dms_train.kernels.losses.vocabulary import Divergence
 
 # Measured on an H200; sums and gradients read and write at the speed of its memory.
 ACCUMULATORS = 512  # running statistics of a row
-VECTOR = 8  # neighbouring columns of one of them: 16 bytes of bf16
+VECTOR = 8  # neighbouring columns of one accumulator: 16 bytes of bf16
 SUM_WARPS = 8
 GRADIENT_TILE = 2048  # columns of a program that writes gradients
 GRADIENT_WARPS = 4
-_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # the maximum of no columns
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # maximum over zero columns
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _load(pointer, column, columns, inverse_temperature, MASKED: tl.constexpr):
 
 @triton.jit
 def _add_tile(p, q, top_p, sum_p, top_q, sum_q, dot):
-    """Running statistics [ACCUMULATORS] with columns of p and q [ACCUMULATORS, VECTOR] added."""
+    """Add columns of p and q [ACCUMULATORS, VECTOR] to running statistics [ACCUMULATORS]."""
     now_p = tl.maximum(top_p, tl.max(p, 1))
     now_q = tl.maximum(top_q, tl.max(q, 1))
     shrink_p = tl.exp(top_p - now_p)
@@ -61,7 +61,7 @@ def sum_divergence(
     ACCUMULATORS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Statistics of one row, the result of `divergence_statistics`."""
+    """Compute the statistics of one row for `divergence_statistics`."""
     row = tl.program_id(0).to(tl.int64)
     p_row = p_ptr + row * p_stride
     q_row = q_ptr + row * q_stride
@@ -106,7 +106,7 @@ def write_divergence_gradient(
     STUDENT_IS_Q: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of columns of one row, read in p and q, written in one of them."""
+    """Compute the gradient of one tile of columns of one row, and write it over p or q."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     p_row = p_ptr + row * p_stride
@@ -144,7 +144,7 @@ def sum_exponentials(
     ACCUMULATORS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Statistics of one row, the result of `nll_statistics`."""
+    """Compute the statistics of one row for `nll_statistics`."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride
     offsets = tl.arange(0, ACCUMULATORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -171,7 +171,7 @@ def write_nll_gradient(
     n_rows,
     TILE: tl.constexpr,
 ):
-    """One tile of columns of one row, replaced."""
+    """Replace one tile of columns of one row by its gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x_row = x_ptr + row * stride

@@ -1,9 +1,9 @@
 """Losses over a vocabulary, row by row, in torch operations; `triton_vocabulary` fuses them.
 
 Logits are [rows, width], one row per position. A rank holds a shard of the vocabulary; the first
-`columns` columns count and the others are padding. A loss takes three steps: statistics of the
-rank's own columns, a merge of the statistics of all ranks, and the gradient, written over the
-logits. A logit may be -inf in both models.
+`columns` columns count and the others are padding. A loss takes three steps. The first computes
+statistics of the rank's own columns. The second merges the statistics of all ranks. The third
+writes the gradient over the logits. A logit may be -inf in both models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LOWEST = torch.finfo(torch.float32).min  # the maximum of no columns; -inf would give nan
+_LOWEST = torch.finfo(torch.float32).min  # maximum over zero columns; -inf would give nan
 
 
 class Divergence(NamedTuple):
@@ -55,7 +55,7 @@ def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Replace -inf in place by a finite number whose exponential is 0 too, so that 0 * x is 0."""
+    """Replace -inf in place by a finite number with exponential 0, so that 0 * x is 0."""
     return x.clamp_(min=_LOWEST)
 
 
@@ -77,7 +77,7 @@ def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         KL [rows] in nats, without the factor of the temperature; and the inputs of the gradient,
-        [5, rows]: maximum and logarithm of the sum for p, the same for q, KL.
+        [5, rows]. The latter are maximum and logarithm of the sum for p, the same for q, and KL.
     """
     tops_p, sums_p, tops_q, sums_q, dots = statistics.unbind(1)
     top_p, log_p, share_p = _merged(tops_p, sums_p)
@@ -89,11 +89,11 @@ def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
     return kl, torch.stack([top_p, log_p, top_q, log_q, kl])
 
 
-def _merged(tops: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merged(tops: Tensor, exp_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (maximum, log of the sum relative to it, factor on each rank's sum)."""
     top = tops.amax(0)
     share = (tops - top).exp()
-    return top, (share * sums).sum(0).log(), share
+    return top, (share * exp_sums).sum(0).log(), share
 
 
 def divergence_gradient_(

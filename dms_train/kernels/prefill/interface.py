@@ -38,7 +38,7 @@ class PrefillKernels(Protocol):
                 and of the chunk; [b, h, n] after `nothing`. Undecided tokens are False.
             state: State before the chunk.
             window: Distance up to which every key is read, in tokens.
-            real: int32 [b], tokens of the chunk that exist, its first ones; None for n.
+            real: int32 [b], number of real tokens, which come first in the chunk; None for n.
         """
         ...
 
@@ -62,8 +62,8 @@ class PrefillKernels(Protocol):
             pages: At least `chunk.lengths` slots, in which the tokens of `state` lie; written.
             window: Distance up to which every key is read, in tokens.
             scale: Factor on the scores, above 0.
-            evicts: Whether any token may be evicted. If not, torch's kernels compute a first chunk,
-                which are faster than those that read a list.
+            evicts: Whether any token may be evicted. If not, torch's faster kernels compute a first
+                chunk; they do not read a list.
 
         Returns:
             [b, h * g, n, d].
@@ -102,7 +102,7 @@ class PrefillKernels(Protocol):
         """Write the last tokens of a chunk to the ring, and count the slots that it has read.
 
         Args:
-            chunk: The chunk, whose lists end with its last tokens.
+            chunk: The chunk; its lists end with its last tokens.
             lengths: int32 [b, h], before the chunk.
             seen: int32 [b], tokens before the chunk.
             recent: Number of these tokens that the chunk includes.

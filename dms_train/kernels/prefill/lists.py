@@ -1,4 +1,4 @@
-"""Arguments of the prompt kernels: tokens, which of them are kept, and lists in pages.
+"""Arguments of the prompt kernels: tokens, kept tokens, and lists in pages.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n queries, s tokens of a chunk
 with those before it that are read densely, p pages of the longest list, d head size. A KV list is
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Tokens between two positions of a chunk at which the number of kept tokens before it is known.
+# Distance of the edges of a chunk. At an edge, the number of kept tokens before it is known.
 EDGE = 64
 
 

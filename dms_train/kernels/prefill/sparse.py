@@ -1,9 +1,9 @@
 """Attention of long prompts with hard decisions over the kept tokens only.
 
 A query reads every key in its window and the kept keys before it. For a block of queries, all keys
-that left the window of its first query are old, so it reads its KV head's list of kept tokens
-without a mask and needs positions and decisions for the last window only. The lists are written
-into pages and are the cache: a prompt may come in chunks, each of which extends the lists.
+outside the window of its first query are old. The block reads its KV head's list of old kept tokens
+without a mask. It needs positions and decisions for the last window only. The lists are written
+into pages and are the cache: a prompt may come in chunks, and each chunk extends the lists.
 
     chunk = plan_chunk(evicted, state, window)  # how long each list becomes
     ...                                         # allocate pages for chunk.lengths
@@ -76,8 +76,9 @@ def extend(
         scale: Factor on the scores, above 0.
 
     Returns:
-        [b, h * r, n, d]; 0 for queries before the first token or with nothing to read.
-        Outputs after the last token are unspecified, and finite if keys and values there are.
+        [b, h * r, n, d]; 0 for queries before the first token or without a key to read. Outputs
+        after the last token are unspecified; they are finite if the keys and values there are
+        finite.
 
     Raises:
         KernelError: Head counts or dtypes do not fit together.
@@ -90,13 +91,13 @@ class PrefillState(NamedTuple):
     """State of one layer's prompts between chunks, besides the pages.
 
     Attributes:
-        lengths: int32 [b, h], slots in use. Among them are the last `window` + 1 tokens, or all if
-            there are fewer.
+        lengths: int32 [b, h], slots in use. They include the last `window` + 1 tokens, or all
+            tokens if there are fewer.
         seen: int32 [b], tokens so far.
         evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
-            end; what is not decided yet is False.
-        slots: int32, of that shape: where the last `window` + 1 tokens lie, -1 for other tokens.
-            None if they are the last of their lists in their order, as a chunk leaves them.
+            end; False for undecided tokens.
+        slots: int32 of the same shape, slots of the last `window` + 1 tokens, -1 for other tokens.
+            None if these tokens are the last of their lists, in order, as after a chunk.
     """
 
     lengths: Tensor
@@ -130,9 +131,9 @@ def nothing(b: int, h: int, device: torch.device) -> PrefillState:
 
 def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
     """Return `PrefillState.slots` of lists that end with their last tokens."""
-    places = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
-    held = -places <= seen.clamp(max=window + 1)[:, None]
-    return torch.where(held[:, None], lengths[..., None] + places, -1)
+    offsets = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
+    held = -offsets <= seen.clamp(max=window + 1)[:, None]
+    return torch.where(held[:, None], lengths[..., None] + offsets, -1)
 
 
 def plan_chunk(
@@ -191,18 +192,18 @@ def state_after(chunk: PrefillChunk, state: PrefillState, window: int) -> Prefil
         evicted = F.pad(evicted, (recent, 0))
     else:
         real = real - recent
-    places = real[:, None, None] + torch.arange(recent, device=evicted.device)
-    last = evicted.gather(2, places.expand(*evicted.shape[:2], -1))
+    index = real[:, None, None] + torch.arange(recent, device=evicted.device)
+    last = evicted.gather(2, index.expand(*evicted.shape[:2], -1))
     return PrefillState(chunk.lengths, state.seen + real, last)
 
 
 def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:
     """Allocate pages for `slots` tokens of each KV list of `like` [b, h, any, d]."""
     b, h, _, d = like.shape
-    places = max(1, -(-slots // page_slots))
-    pages = like.new_empty(b * h * places, 2, page_slots, d)
-    numbers = torch.arange(b * h * places, dtype=torch.int32, device=like.device)
-    return Pages(pages, numbers.view(b, h, places))
+    num_pages = max(1, -(-slots // page_slots))
+    pages = like.new_empty(b * h * num_pages, 2, page_slots, d)
+    numbers = torch.arange(b * h * num_pages, dtype=torch.int32, device=like.device)
+    return Pages(pages, numbers.view(b, h, num_pages))
 
 
 def _check(tokens: Tokens, pages: Pages) -> None:

@@ -1,9 +1,9 @@
 """Attention of many queries over kept tokens, read from pages, and the latest tokens, read densely.
 
-A key that is older than the window for the first query of a block is older for all of them, so
-only the kept ones among those keys are read and no score needs a mask. A block of queries therefore
-reads its KV head's list of kept tokens up to an edge, then the dense keys from that edge to its own
-last query, where every pair is masked by position and decision.
+A key outside the window of the first query of a block is outside the window of all its queries. Of
+these keys, a block reads only the kept ones, without a mask: its KV head's list of kept tokens up
+to an edge. It then reads the dense keys from this edge to its own last query, and masks every pair
+by position and decision.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n queries, s dense tokens,
 d head size. A KV list is one (sequence, KV head).
@@ -25,7 +25,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _fold(acc, total, top, scores, v, factor, PRECISION: tl.constexpr):
-    """One step of the softmax over key blocks, in powers of two."""
+    """Compute one step of the softmax over key blocks, in powers of two."""
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -36,7 +36,7 @@ def _fold(acc, total, top, scores, v, factor, PRECISION: tl.constexpr):
 
 @triton.jit
 def _rows_at(base, rows, stride, present, D: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of d elements, [rows, PADDED]; absent ones are 0."""
+    """Load rows of d elements, [rows, PADDED]; missing rows are 0."""
     channels = tl.arange(0, PADDED)
     at = base + rows.to(tl.int64)[:, None] * stride + channels
     return tl.load(at, mask=present[:, None] & (channels < D), other=0.0)
@@ -44,7 +44,7 @@ def _rows_at(base, rows, stride, present, D: tl.constexpr, PADDED: tl.constexpr)
 
 @triton.jit
 def _slot_rows(table, first, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """Rows of the keys in the slots `first` .. `first` + BLOCK - 1, counted from page 0."""
+    """Return the rows of slots `first` .. `first` + BLOCK - 1, counted from page 0."""
     slots = first + tl.arange(0, BLOCK)
     if PAGE % BLOCK == 0:
         return tl.load(table + first // PAGE).to(tl.int64) * (2 * PAGE) + slots % PAGE
@@ -60,7 +60,7 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one query head; the longest KV lists come first."""
+    """Attend one block of queries of one query head; the longest KV lists come first."""
     blocks = tl.cdiv(n, BLOCK_M)
     job = tl.program_id(0)
     kv_list = tl.load(order + job // (blocks * group)).to(tl.int32)
@@ -153,7 +153,7 @@ class PrefillTiles(NamedTuple):
 
 
 def choose_tiles(dtype: torch.dtype, d: int, capability: tuple[int, int]) -> PrefillTiles:
-    """Measured on an H200; smaller tiles for GPUs with less shared memory."""
+    """Return tiles measured on an H200, and smaller ones for GPUs with less shared memory."""
     if dtype.itemsize > 2:
         return PrefillTiles(64, 32, 8, 1)
     large = capability[0] == 9 or capability == (10, 0)

@@ -1,7 +1,7 @@
-"""Copies pages of KV lists between FP8 and the dtype in which prompts are computed.
+"""Copies of KV lists between FP8 pages and pages in the dtype of prompts.
 
-The rule of FP8 pages is that of `kernels.decode.types`: keys and values of a page each have a power
-of two that brings them below 256, with one to spare, so that a later token seldom raises it.
+FP8 pages follow `kernels.decode.types`: a power of two scales the keys of a page below 256, and
+another one its values. One power is to spare, so that a later token seldom raises it.
 
 Shape letters: k KV lists, p pages of a full KV list, s slots, d head size.
 """
@@ -85,10 +85,10 @@ def read_fp8_pages(
     pages: Tensor, table: Tensor, exponents: Tensor, lengths: Tensor, wide: Tensor
 ) -> None:
     """Copy KV lists out of FP8 pages; see `PrefillKernels.read_fp8_pages`."""
-    k, places = table.shape
+    k, table_width = table.shape
     _, wide_places, _, slots, d = wide.shape
-    _read_kernel[(min(places, _PROGRAMS), k)](
-        pages, table, exponents, lengths, wide, places, wide_places,
+    _read_kernel[(min(table_width, _PROGRAMS), k)](
+        pages, table, exponents, lengths, wide, table_width, wide_places,
         PAGE=slots, D=d, D_PAD=triton.next_power_of_2(d),
     )  # fmt: skip
 
@@ -102,9 +102,9 @@ def write_fp8_pages(
     changed: Tensor | None,
 ) -> None:
     """Store KV lists in FP8 pages; see `PrefillKernels.write_fp8_pages`."""
-    k, places = table.shape
+    k, table_width = table.shape
     _, wide_places, _, slots, d = wide.shape
-    _write_kernel[(min(places, _PROGRAMS), k)](
-        wide, pages, table, exponents, lengths, changed, places, wide_places,
+    _write_kernel[(min(table_width, _PROGRAMS), k)](
+        wide, pages, table, exponents, lengths, changed, table_width, wide_places,
         PAGE=slots, D=d, D_PAD=triton.next_power_of_2(d),
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """Attention of `triton_attention` for Hopper: one warp loads, two warpgroups compute.
 
-The bulk copy engine (TMA) copies tiles into rings of shared memory. Each group computes half of a
-block's queries and keeps two matrix products in flight: the scores of the next tile and the product
-of this tile's weights with the values. There is one program per multiprocessor; its loading warp
-takes the next job as soon as it has issued all loads of the one before, so that loads of the next
-block overlap with the end of the present one, and multiprocessors are balanced.
+The bulk copy engine (TMA) copies tiles into rings of shared memory. Each warpgroup computes half of
+a block's queries. It keeps two matrix products in flight: the scores of the next tile, and this
+tile's weights times its values. There is one program per multiprocessor. Its loading warp takes the
+next job as soon as it has issued all loads of the previous one. Loads of the next block therefore
+overlap with the end of the current one, and multiprocessors are balanced.
 
 Shape letters as in `triton_attention`.
 """
@@ -28,13 +28,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dms_train.kernels.prefill.lists import EDGE
 from dms_train.kernels.prefill.triton_attention import LOG2_E, Call
 
-# Queries of a block, half for each computing group.
+# Queries of a block, half for each computing warpgroup.
 _ROWS = 128
 
 
 @gluon.jit
 def _load_tile(descriptor, row, column, pipe, t):
-    """Have tile t copied into its place of a ring as soon as that is free."""
+    """Copy tile t into its buffer of a ring as soon as the buffer is free."""
     ring, full, empty = pipe
     STAGES: gl.constexpr = ring.type.shape[0]
     stage = t % STAGES
@@ -46,7 +46,7 @@ def _load_tile(descriptor, row, column, pipe, t):
 
 @gluon.jit
 def _load_slots(descriptor, table, slot, count, half, pipe, t, PAGE: gl.constexpr):
-    """Load keys (half 0) or values (half 1) of slots, in parts that lie in one page."""
+    """Load keys (half 0) or values (half 1) of slots, one page at a time."""
     ring, full, empty = pipe
     STAGES: gl.constexpr = ring.type.shape[0]
     PART: gl.constexpr = descriptor.block_type.shape[0]
@@ -64,7 +64,7 @@ def _load_slots(descriptor, table, slot, count, half, pipe, t, PAGE: gl.constexp
 
 @gluon.jit
 def _job(number, jobs, order, edges, sizes, BLOCK_M: gl.constexpr, EDGE: gl.constexpr):
-    """Row of the batch, KV head, query head, block, edge and kept tokens of job `number`."""
+    """Return batch row, KV head, query head, block, edge and kept tokens of job `number`."""
     heads, group, s, n, newest, window = sizes
     blocks = gl.cdiv(n, BLOCK_M)
     number = gl.minimum(number, jobs - 1)  # later numbers are prefetched but not run
@@ -77,7 +77,7 @@ def _job(number, jobs, order, edges, sizes, BLOCK_M: gl.constexpr, EDGE: gl.cons
 
 @gluon.jit
 def _announce(number, jobs_pipe, round):
-    """Pass the job of a round to the computing groups."""
+    """Pass the job of a round to the computing warpgroups."""
     slot = jobs_pipe[0].index(round % 2)
     mbarrier.wait(jobs_pipe[2].index(round % 2), (round // 2 + 1) & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -100,7 +100,7 @@ def _produce(
     q_desc, k_desc, v_desc, p_desc, q_steps, k_steps, v_steps, table, places, order, edges, jobs,
     taken, sizes, q_pipe, k_pipe, v_pipe, jobs_pipe, PAGE: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """Loading warp: take jobs; load queries, recent tiles and tiles of kept tokens."""
+    """Run the loading warp: take jobs; load queries, recent tiles and tiles of kept tokens."""
     HALF: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     heads, group, s, n = sizes[0], sizes[1], sizes[2], sizes[3]
@@ -134,7 +134,7 @@ def _produce(
 
 @gluon.jit
 def _weigh(scores, top, total, factor):
-    """Online softmax of one tile in powers of two: weights, shrinkage, new maximum and sum."""
+    """Compute the online softmax of one tile in powers of two: weights, shrinkage, maximum, sum."""
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     weights = gl.exp2(scores * factor - new_top[:, None])
     shrink = gl.exp2(top - new_top)
@@ -143,7 +143,7 @@ def _weigh(scores, top, total, factor):
 
 @gluon.jit
 def _only_visible(scores, i, j, evicted, first, s, window):
-    """Scores of dense keys j under the visibility rule."""
+    """Mask the scores of dense keys j by the visibility rule."""
     present = (j < s) & (j >= first)
     marked = gl.load(evicted + j, mask=present, other=1) != 0
     reach = gl.where(present, gl.where(marked, window, s), -1)
@@ -178,7 +178,7 @@ def _values(weights, pipe, t, acc):
 
 @gluon.jit
 def _begin(q, p, acc, k_pipe, v_pipe, t, blank):
-    """Scores of tile t, while the values of the tile before it are being added."""
+    """Compute the scores of tile t while the values of the previous tile are being added."""
     coming = _scores(q, k_pipe, t, blank)
     adding = _values(p, v_pipe, t - 1, acc)
     scores = warpgroup_mma_wait(1, [coming])
@@ -188,7 +188,7 @@ def _begin(q, p, acc, k_pipe, v_pipe, t, blank):
 
 @gluon.jit
 def _finish(scores, adding, p, top, total, factor, v_pipe, t):
-    """Softmax of tile t beside the product in flight, which is waited for."""
+    """Compute the softmax of tile t during the product in flight, then wait for the product."""
     weights, shrink, top, total = _weigh(scores, top, total, factor)
     acc, p = warpgroup_mma_wait(0, [adding, p])
     _release(v_pipe, t - 1)
@@ -201,7 +201,7 @@ def _consume(
     half: gl.constexpr, out, o_strides, evicted, start, order, edges, jobs, sizes, factor,
     q_pipe, k_pipe, v_pipe, jobs_pipe, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """One computing group: its half of each job's queries over all tiles."""
+    """Run one computing warpgroup: its half of each job's queries over all tiles."""
     HALF: gl.constexpr = q_pipe[0].type.shape[1]
     D: gl.constexpr = q_pipe[0].type.shape[2]
     BLOCK_N: gl.constexpr = k_pipe[0].type.shape[1]
@@ -228,7 +228,7 @@ def _consume(
         recent = gl.cdiv(gl.minimum((block + 1) * (2 * HALF) + s - n, s) - base, BLOCK_N)
         full = count // BLOCK_N
         to = out + b.to(gl.int64) * o_strides[0] + (h * group + r) * o_strides[1]
-        # of the next job, early enough to hide the latency
+        # the next job is read early, which hides the latency
         number = _announced(jobs_pipe, round + 1)
         b, h, r, block, next_base, next_count = _job(
             number, jobs, order, edges, sizes, 2 * HALF, EDGE
@@ -278,7 +278,7 @@ def _consume(
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """Barriers of a ring of COUNT buffers: one for full, one for read by all readers."""
+    """Create the barriers of a ring of COUNT buffers: one for "full", one for "read by all"."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
@@ -311,7 +311,7 @@ def _attend_kernel(
     heads, group, s, n, places, newest, window, jobs, factor,
     PAGE: gl.constexpr, EDGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of queries of one query head each; the longest KV lists come first."""
+    """Attend blocks of queries of one query head each; the longest KV lists come first."""
     q_pipe = _pipe(q_desc, 2, 1)
     k_pipe = _pipe(k_desc, STAGES, 2)
     v_pipe = _pipe(v_desc, STAGES, 2)
@@ -335,7 +335,7 @@ def _attend_kernel(
 
 
 def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
-    """Heads x [b, h, n, d] as one matrix, and what b and h add to its row and h to its column."""
+    """View heads x [b, h, n, d] as a matrix; return the offsets of b and h in rows and columns."""
     b, h, n, d = x.shape
     layout = gl.NVMMASharedLayout.get_default_for([rows, d], gl.bfloat16)
     sb, sh, sn, _ = x.stride()
@@ -357,14 +357,14 @@ def _slots(pages: Tensor, rows: int) -> TensorDescriptor:
 
 
 class HopperPrefillTiles(NamedTuple):
-    """Keys of a tile, and tiles in flight or being read."""
+    """Number of keys of a tile, and of tiles in flight or being read."""
 
     keys: int
     stages: int
 
 
 def choose_tiles(d: int) -> HopperPrefillTiles:
-    """Measured on an H200, by head size."""
+    """Return the tiles for a head size, measured on an H200."""
     return HopperPrefillTiles(64, 2) if d > 128 else HopperPrefillTiles(128, 2)
 
 

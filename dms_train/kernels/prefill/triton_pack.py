@@ -28,7 +28,7 @@ def _survives(evicted, tokens, start, stop, kept, s):
 def _count_kernel(
     evicted, before, edges, start, stop, heads, s, kept, EDGE: tl.constexpr, COUNTED: tl.constexpr
 ):
-    """Edges of one KV list."""
+    """Count the kept tokens at the edges of one KV list."""
     kv_list = tl.program_id(0)
     first = tl.load(start + kv_list // heads)
     last = tl.load(stop + kv_list // heads)
@@ -120,7 +120,7 @@ def _slots_kernel(
 def count_survivors(
     evicted: Tensor, before: Tensor, kept: int, start: Tensor, stop: Tensor
 ) -> Tensor:
-    """Edges of a chunk, int32 [b, h, ceil(s / EDGE) + 1]; arguments as in `PrefillChunk`."""
+    """Return the edges of a chunk, int32 [b, h, ceil(s / EDGE) + 1]; see `PrefillChunk`."""
     b, h, s = evicted.shape
     blocks = triton.cdiv(s, EDGE)
     edges = torch.empty(b, h, blocks + 1, dtype=torch.int32, device=evicted.device)
@@ -142,7 +142,7 @@ def pack_survivors(key: Tensor, value: Tensor, chunk: PrefillChunk, pages: Pages
         key: [b, h, s, d]; d lies densely.
         value: [b, h, s, d].
         chunk: Kept tokens.
-        pages: At least that many slots.
+        pages: Pages with enough slots for the lists.
     """
     b, h, s, d = key.shape
     grid = (triton.cdiv(s, EDGE) + 1, b * h)
@@ -155,7 +155,7 @@ def pack_survivors(key: Tensor, value: Tensor, chunk: PrefillChunk, pages: Pages
 
 
 def read_slots(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in slots, int32 [b, h, s] (below 0 for none, which reads 0): [b, h, s, d]."""
+    """Read keys and values [b, h, s, d] of slots, int32 [b, h, s]; slots below 0 read 0."""
     b, h, s = slots.shape
     d = pages.pages.shape[-1]
     key, value = pages.pages.new_empty(2, b, h, s, d)

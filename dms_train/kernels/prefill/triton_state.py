@@ -1,7 +1,7 @@
 """State of a paged cache before and after a chunk of prompts.
 
-One program handles one KV list, or some of its pages. Torch would need a dozen small operations
-for each of these functions.
+One program handles one KV list, or some of its pages. Each of these functions would be a dozen
+small operations in torch.
 
 Shape letters: b sequences, h KV heads, r cache rows, k recent tokens that a chunk includes,
 s tokens of a chunk with the recent ones before it, p pages of the longest list, w window.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dms_train.kernels.prefill.lists import Pages, PrefillChunk
 
-_TOKENS = 128  # of a chunk, counted at a time
+_TOKENS = 128  # tokens of a chunk that are counted at a time
 _PLACES = 64  # pages of a program
 _PAIRS = 2**13  # numbers compared or moved at a time
 
@@ -86,7 +86,7 @@ def _changed_kernel(
     length_ptr, slot_ptr, changed_ptr, places,
     RECENT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Mark pages of a KV list that hold a recent token, or that follow the older tokens."""
+    """Mark the pages of a KV list with a recent token, and the pages after the older tokens."""
     kv_list = tl.program_id(0)
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     found = tl.zeros([PLACES], tl.int32)
@@ -109,7 +109,7 @@ def _gaps_kernel(
     RECENT: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     TAILS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Move the last tokens of a KV list into slots of tokens that leave it."""
+    """Move the last tokens of a KV list into the slots of evicted tokens."""
     kv_list = tl.program_id(0)
     table_ptr += kv_list.to(tl.int64) * places
     place = tl.arange(0, PADDED)
@@ -119,7 +119,7 @@ def _gaps_kernel(
     cut = tl.load(length_ptr + kv_list) - gone  # length afterwards
     hole = (slot >= 0) & (slot < cut)
     if tl.max(hole.to(tl.int32), 0) > 0:
-        # as many tokens move as there are holes: both, in order, from the front
+        # the number of moved tokens equals the number of holes; both are taken in order
         number = tl.cumsum(hole.to(tl.int32), 0) - 1
         source = tl.zeros([PADDED], tl.int32)
         moved = tl.zeros([1], tl.int32)
@@ -149,14 +149,14 @@ def read_ring(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Read the recent tokens from a ring; see `PrefillKernels.read_ring`."""
     b, h, size = len(rows), lengths.shape[1], ring.shape[-1]
-    found = lengths.new_empty(b, h)
+    row_lengths = lengths.new_empty(b, h)
     evicted = torch.empty(b, h, recent, dtype=torch.bool, device=ring.device)
     slots = lengths.new_empty(b, h, recent)
     _recent_kernel[(b * h,)](
-        lengths, ring, rows, seen, found, evicted.view(torch.uint8), slots, h,
+        lengths, ring, rows, seen, row_lengths, evicted.view(torch.uint8), slots, h,
         RING=size, RECENT=recent, PADDED=triton.next_power_of_2(recent), num_warps=4,
     )  # fmt: skip
-    return found, evicted, slots
+    return row_lengths, evicted, slots
 
 
 def commit_prefill(
@@ -193,12 +193,12 @@ def changed_pages(lengths: Tensor, slots: Tensor, places: int, page_slots: int) 
 
 
 def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
-    """Move the last tokens of each list into the slots of those that leave it.
+    """Move the last tokens of each list into the slots of evicted tokens.
 
     Args:
         pages: Pages of the lists; tokens are moved in place.
         lengths: int32 [b, h], before.
-        leaving: int32 [b, h, k], slots of tokens that leave, all different, -1 for none.
+        leaving: int32 [b, h, k], slots of evicted tokens, all different, -1 for none.
     """
     b, h, recent = leaving.shape
     padded = triton.next_power_of_2(recent)
@@ -211,5 +211,5 @@ def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
 
 
 def _width(height: int) -> int:
-    """Columns of a block with so many rows."""
+    """Return the number of columns of a block with this many rows."""
     return min(16, max(2, _PAIRS // height))

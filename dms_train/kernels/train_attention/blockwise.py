@@ -1,8 +1,8 @@
 """Attention with a soft eviction bias in blocks of queries, for devices without a fused kernel.
 
-Scores of one block exist at a time and are computed again in the backward pass, so memory grows
-with T, not T^2, and a block stays in the processor's cache. A block sees its past only, which
-halves the work. Without a bias torch's own fused attention is called.
+Only the scores of one block exist at a time, and the backward pass computes them again. Memory
+therefore grows with T, not T^2, and a block stays in the processor's cache. A block reads its past
+only, which halves the work. Without a bias, torch's own fused attention is called.
 
 Shape letters: n = samples * KV heads, r query heads per KV head, s positions, d head size; row
 i * r + h of a query block is query i of the group's head h.
@@ -37,7 +37,7 @@ def dms_attention(
     """
     require_one_sample(query, cu_seqlens)
     if cu_seqlens is not None:
-        parts = [
+        outputs = [
             dms_attention(
                 query[:, where],
                 key[:, where],
@@ -48,7 +48,7 @@ def dms_attention(
             )
             for where in document_slices(cu_seqlens, query.shape[1])
         ]
-        return torch.cat(parts, 1)
+        return torch.cat(outputs, 1)
     if log_keep is None:
         return causal_attention(query, key, value, scale)
     return _with_bias(query, key, value, log_keep, window, scale)
@@ -98,7 +98,7 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:
-    """First and last + 1 query of each block, and their rows."""
+    """Return first query, end and rows of each block."""
     length = k.shape[1]
     size = _GPU_BLOCK if q.is_cuda else _CPU_BLOCK
     r = q.shape[1] // length
@@ -107,7 +107,7 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:
 
 
 def _weights(q: Tensor, k: Tensor, log_keep: Tensor, window: int, first: int, last: int) -> Tensor:
-    """Attention weights of the queries first .. last - 1 on all keys before `last`."""
+    """Compute the attention weights of queries first .. last - 1 on all keys before `last`."""
     distance = _distance(first, last, 0, q.device)
     bias = torch.where(distance > window, log_keep[:, None, :last], 0.0)
     bias.masked_fill_(distance < 0, float("-inf"))
@@ -119,7 +119,7 @@ def _weights(q: Tensor, k: Tensor, log_keep: Tensor, window: int, first: int, la
 def _add_bias_gradient(
     d_log_keep: Tensor, d_scores: Tensor, window: int, first: int, last: int
 ) -> None:
-    """Sum d_scores [n, rows, last] over the queries for which a key is outside the window."""
+    """Sum d_scores [n, rows, last] for each key over the queries whose window excludes it."""
     old = max(0, first - window)  # these keys are outside the window of every query
     d_log_keep[:, :old] += d_scores[:, :, :old].sum(1)
     edge = d_scores[:, :, old:].unflatten(1, (last - first, -1)).sum(2)
@@ -128,6 +128,6 @@ def _add_bias_gradient(
 
 
 def _distance(first: int, last: int, oldest: int, device: torch.device) -> Tensor:
-    """Query minus key position, [last - first, last - oldest]."""
+    """Return query minus key position, [last - first, last - oldest]."""
     queries = torch.arange(first, last, device=device)
     return queries[:, None] - torch.arange(oldest, last, device=device)

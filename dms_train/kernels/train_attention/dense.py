@@ -21,7 +21,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     """Compute softmax(q k^T * scale + causal) v; query [b, s, hq, d], others [b, s, hk, d]."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.is_cuda and q.dtype not in _SIXTEEN_BITS:
-        # the one kernel for them that keeps no scores in memory needs as many KV as query heads
+        # for them, the only kernel that keeps no scores in memory needs as many KV as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     with sdpa_kernel(_PRIORITY, set_priority=True):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

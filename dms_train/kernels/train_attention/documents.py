@@ -1,8 +1,8 @@
-"""Documents packed into one sample: which positions share a document.
+"""Documents packed into one sample.
 
 `cu_seqlens` is int32 [documents + 1]: 0, then where each document ends, up to the sample's length;
-a document may be empty. It is megatron's and flash-attention's name for the same thing. Positions
-of a document are neighbours, so their distance, and with it the window, needs no correction.
+a document may be empty. Megatron and flash-attention use the same name. Positions of a document are
+neighbours, so their distance, and with it the window, needs no correction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dms_train.kernels.errors import KernelError
 
 
 def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Number of the document that each position lies in, int64 [length]; the host does not wait."""
+    """Return the document number of each position, int64 [length]; the host does not wait."""
     positions = torch.arange(length, device=cu_seqlens.device)
     return torch.bucketize(positions, cu_seqlens[1:].contiguous(), right=True)
 
@@ -34,7 +34,7 @@ def document_slices(cu_seqlens: Tensor, length: int) -> list[slice]:
 
 
 def require_one_sample(query: Tensor, cu_seqlens: Tensor | None) -> None:
-    """KernelError unless query [b, s, hq, d] is one sample, or nothing is packed."""
+    """Fail if documents are packed and query [b, s, hq, d] is more than one sample."""
     if cu_seqlens is not None and query.shape[0] != 1:
         raise KernelError(
             f"cu_seqlens with {query.shape[0]} samples: documents are packed into one sample; "

@@ -1,8 +1,8 @@
 """Training attention with torch's FlexAttention: a compiled template around the bias, for GPUs.
 
-Scores never reach memory. Block masks name blocks of keys that a block of queries sees in part or
-as a whole; they are built from block bounds alone, so they cost (T / 128)^2 numbers and not T^2.
-The gradient of `log_keep` is what torch gives to a tensor that the score function reads.
+Scores never reach memory. Block masks name the blocks of keys that a block of queries reads in part
+or as a whole. They are built from block bounds alone, and hold (T / 128)^2 numbers instead of T^2.
+torch computes the gradient of `log_keep`, because the score function reads it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def dms_attention(
     """Compute attention with a soft eviction bias; see `interface.DMSAttention`.
 
     Raises:
-        KernelError: A gradient is required on a CPU, for which FlexAttention has none.
+        KernelError: A gradient is required on a CPU; FlexAttention has none there.
     """
     require_one_sample(query, cu_seqlens)
     if log_keep is None and cu_seqlens is None:
@@ -62,12 +62,12 @@ def dms_attention(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # without fullgraph a recompilation too many would silently fall back to materialised scores
+    # without fullgraph, torch would fall back to materialised scores after too many recompilations
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def _eviction(log_keep: Tensor, window: int, query_heads: int) -> Callable[..., Tensor]:
-    """Score function that adds log_keep [b, hk, s] to keys outside the window."""
+    """Return a score function that adds log_keep [b, hk, s] to keys outside the window."""
     ratio = query_heads // log_keep.shape[1]
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _causal_mask(length: int, device: torch.device) -> BlockMask:
 
 
 def document_mask(documents: Tensor) -> BlockMask:
-    """Causal within documents; documents [s] never fall along the positions."""
+    """Return the causal block mask within documents; document numbers [s] never decrease."""
 
     def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (documents[i] == documents[j])

@@ -1,7 +1,7 @@
 """Tiles and launch settings of the training kernels, by head size, precision and GPU.
 
-The tables hold defaults. `tuning` measures others and stores the fastest in a file, which is read
-here.
+The tables hold defaults. `tuning` measures other tiles and stores the fastest in a file, which is
+read here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TrainTiles(NamedTuple):
         block_m: Queries of a tile.
         block_n: Keys of a tile.
         warps: Warps of a program.
-        stages: TrainTiles in flight.
+        stages: Tiles in flight.
     """
 
     block_m: int
@@ -40,8 +40,8 @@ class TilePlan(NamedTuple):
 
     Attributes:
         forward: Tiles of the forward pass; the lists of live tiles have its block_n.
-        backward: Tiles of the backward pass; its block_m divides that of the forward pass, which
-            fills lse in whole tiles.
+        backward: Tiles of the backward pass. Their block_m divides the forward pass's, because the
+            forward pass fills lse in whole tiles.
         hopper: Whether the kernels scheduled by hand for Hopper run.
         bulk_sums: Whether sums of dq are added by bulk copies (Hopper and later).
         precision: Precision of float32 matrix products.
@@ -58,7 +58,7 @@ class TilePlan(NamedTuple):
     cache_bytes: int
 
 
-# Measured on an H200; `benchmarks/attention` prints what they reach.
+# Measured on an H200; `benchmarks/attention` prints their speed.
 _HOPPER = {
     64: (TrainTiles(128, 128, 4, 2), TrainTiles(64, 128, 8, 3)),
     128: (TrainTiles(128, 128, 4, 2), TrainTiles(64, 128, 8, 3)),
@@ -90,7 +90,7 @@ def plan_tiles(dtype: torch.dtype, head_size: int, device: torch.device) -> Tile
 
 @contextmanager
 def forced(plan: TilePlan) -> Iterator[None]:
-    """Every problem inside the block is run with this plan."""
+    """Run every problem inside the block with this plan."""
     _forced.append(plan)
     try:
         yield
@@ -113,7 +113,7 @@ def _stored_or_default(dtype: torch.dtype, head_size: int, device: torch.device)
 
 
 def _fit(plan: TilePlan, forward: TrainTiles, backward: TrainTiles) -> bool:
-    """Return whether the kernels support stored tiles, which an older version may have written."""
+    """Return whether the kernels support stored tiles; an older version may have written them."""
     if forward.block_m % backward.block_m or ROW_TILE % forward.block_m:
         return False
     shapes = (forward.block_m, *backward[:3])
@@ -123,14 +123,14 @@ def _fit(plan: TilePlan, forward: TrainTiles, backward: TrainTiles) -> bool:
 
 
 def family(dtype: torch.dtype, head_size: int, device: torch.device) -> str:
-    """Problems that share tiles: one GPU model, precision and head size rounded up."""
+    """Return the name of problems with the same tiles: GPU model, precision, head size."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     width = max(16, 1 << (head_size - 1).bit_length())
     return f"{name}, {str(dtype).removeprefix('torch.')}, {width}"
 
 
 def read_tuned(path: Path) -> dict[str, tuple[TrainTiles, TrainTiles]]:
-    """Forward and backward tiles by family; nothing where the file is absent or unreadable."""
+    """Return forward and backward tiles by family; empty if the file is absent or unreadable."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return {

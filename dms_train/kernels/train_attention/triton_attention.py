@@ -63,7 +63,7 @@ def dms_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Operators below, called without torch's dispatcher, whose host overhead exceeds theirs."""
+    """Run the operators below without torch's dispatcher; its host overhead exceeds theirs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -131,8 +131,10 @@ def _differentiated(
     backward: Callable[..., tuple[Tensor, ...]], ctx: Any, d_out: Tensor
 ) -> tuple[Tensor | None, ...]:
     query, key, value, out, *saved = ctx.saved_tensors
-    found = backward([query, key, value, out], saved, d_out, ctx.window, ctx.scale, ctx.cu_seqlens)
-    return *found, None, None, None
+    d_inputs = backward(
+        [query, key, value, out], saved, d_out, ctx.window, ctx.scale, ctx.cu_seqlens
+    )
+    return *d_inputs, None, None, None
 
 
 _operator = torch.library.custom_op("dms_train::attention", mutates_args=())(_attend)
@@ -208,7 +210,7 @@ def _problem(
 
 
 def _document_bounds(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """First position and end of every position's document, int32 [length]."""
+    """Return first position and end of every position's document, int32 [length]."""
     bounds = cu_seqlens.int()
     document = document_of(cu_seqlens, length)
     return bounds[document], bounds[document + 1]
@@ -266,24 +268,24 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     t, per_program = p.plan.backward, heads_per_program(p)
-    parts = p.hq // per_program
+    num_groups = p.hq // per_program
     exact = torch.are_deterministic_algorithms_enabled()
-    sums = q.new_zeros(
+    dq_sums = q.new_zeros(
         *((1, 1, 1, 4) if exact else (p.b, p.hq, p.d, p.padded)), dtype=torch.float32
     )
-    dtype = k.dtype if parts == p.hk else torch.float32
-    dk, dv = (_writable(k.new_empty(p.b, p.s, parts, p.d, dtype=dtype)) for _ in range(2))
-    d_log_keep = k.new_empty(p.b, parts, p.s, dtype=torch.float32)
+    dtype = k.dtype if num_groups == p.hk else torch.float32
+    dk, dv = (_writable(k.new_empty(p.b, p.s, num_groups, p.d, dtype=dtype)) for _ in range(2))
+    d_log_keep = k.new_empty(p.b, num_groups, p.s, dtype=torch.float32)
     block = [1, 1, p.width, t.block_m]
-    gradients.attend_backward[(triton.cdiv(p.s, t.block_n) * p.b * parts,)](
+    gradients.attend_backward[(triton.cdiv(p.s, t.block_n) * p.b * num_groups,)](
         _descriptor(q, t.block_m, p.width),
         _descriptor(k, t.block_n, p.width),
         _descriptor(v, t.block_n, p.width),
         _descriptor(d_out, t.block_m, p.width),
-        TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block),
+        TensorDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), block),
         _descriptor(dk, t.block_n, p.width),
         _descriptor(dv, t.block_n, p.width),
-        sums, saved.bias, d_log_keep, saved.lse, delta, saved.counts, p.ends,
+        dq_sums, saved.bias, d_log_keep, saved.lse, delta, saved.counts, p.ends,
         p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(8),
         **p.constants, per_program=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         LIST_BLOCK=p.plan.forward.block_n, DQ=not exact, BULK=p.plan.bulk_sums,
@@ -292,7 +294,7 @@ def _backward(
     if exact:
         dq = _exact_dq(q, k, v, d_out, saved, delta, p)
     else:
-        dq = finished_dq(sums.transpose(2, 3), q, p)
+        dq = finished_dq(dq_sums.transpose(2, 3), q, p)
     return dq, *summed(dk[..., : p.d], dv[..., : p.d], d_log_keep, k, p)
 
 
@@ -300,7 +302,7 @@ def _exact_dq(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: AttentionShape
 ) -> Tensor:
     t = p.plan.forward
-    stages = min(t.stages, 2)  # it holds more tiles at a time than the forward pass
+    stages = min(t.stages, 2)  # the kernel holds more tiles at a time than the forward pass
     dq = _writable(q)
     gradients.query_gradient[(triton.cdiv(p.s, t.block_m) * p.b * p.hq,)](
         _descriptor(q, t.block_m, p.width),

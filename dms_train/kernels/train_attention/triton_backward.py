@@ -1,9 +1,10 @@
 """Backward pass of causal attention with a soft eviction bias.
 
-A program handles a tile of BLOCK_N keys and loops over the queries that see it, one head of a
-group after the other: gradients of keys, values and log_keep stay in registers. The gradient of the
-queries is added to memory tile by tile, or computed by a separate kernel that always sums in the
-same order. With p = softmax weights, dp_ij = d_o_i . v_j and delta_i = d_o_i . o_i:
+A program handles a tile of BLOCK_N keys and loops over the queries that read it, one head of a
+query group after the other. Gradients of keys, values and log_keep stay in registers. The gradient
+of the queries is added to memory tile by tile. A deterministic alternative is a separate kernel,
+which always sums in the same order. With p = softmax weights, dp_ij = d_o_i . v_j and delta_i =
+d_o_i . o_i:
 
     ds_ij = p_ij (dp_ij - delta_i)
     d_log_keep_j = sum of ds_ij over the queries whose window key j has left
@@ -55,7 +56,7 @@ def _tile(
     desc, d_o_desc, lse, delta, sample, head, query, padded,
     n_heads, BLOCK_M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Queries, output gradients, lse and delta of BLOCK_M rows from `query` on."""
+    """Load queries, output gradients, lse and delta of BLOCK_M rows from `query` on."""
     rows = (sample * n_heads + head).to(tl.int64) * padded + query + tl.arange(0, BLOCK_M)
     q = load_rows(desc, sample, head, query, BLOCK_M, D)
     d_o = load_rows(d_o_desc, sample, head, query, BLOCK_M, D)
@@ -99,16 +100,16 @@ def attend_backward(
     PACKED: tl.constexpr, DQ: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, per_program query heads. dk, dv [b, h / per_program, s, d].
+    """Compute the gradients of one tile of keys from per_program query heads.
 
-    With DQ, dq float32 [b, h, SIZE, padded] without the factor `scale` is added to, through dq_desc
-    (BULK) or its address. d_log_keep float32 [b, h / per_program, s]. ends int32 [s]: end of each
-    key's document.
+    dk and dv are [b, h / per_program, s, d], d_log_keep is float32 [b, h / per_program, s]. With
+    DQ, the kernel adds to dq, float32 [b, h, SIZE, padded] without the factor `scale`. It writes
+    through dq_desc (BULK) or the address. ends is int32 [s], the end of each key's document.
     """
     kv_heads = n_heads // group
     members = group // per_program
     n_tiles = tl.cdiv(length, BLOCK_N)
-    # the first keys are seen by most queries: they go first
+    # most queries read the first keys: their programs start first
     rank, pair, member = place_of(
         n_tiles, tl.num_programs(0) // (n_tiles * members), members, section
     )

@@ -1,9 +1,9 @@
 """Forward pass of causal attention with a soft eviction bias, and the lists of key blocks it reads.
 
-Queries come in tiles of BLOCK_M rows, keys in tiles of BLOCK_N. For a tile of queries starting at
-i0, a tile of keys is *old* when every key has left the window of every query: its bias is one
-number per column and nothing is masked. Old tiles are taken from a list that leaves out those whose
-keys are all evicted for good. What remains near the diagonal is masked element by element.
+Queries come in tiles of BLOCK_M rows, keys in tiles of BLOCK_N. For a tile of queries, a tile of
+keys is *old* when every key has left the window of every query. Its bias is then one number per
+column, and nothing is masked. A list names the old tiles with at least one key that is not evicted
+for good; the others are skipped. Tiles near the diagonal are masked element by element.
 
 Exponentials are powers of two: scores and biases carry the factor log2(e).
 """
@@ -20,15 +20,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def prepare_bias(
     log_keep, bias, blocks, counts, length, n_blocks, BLOCK: tl.constexpr, N: tl.constexpr
 ):
-    """Biases in powers of two, and the tiles of keys that are not all evicted for good.
+    """Compute biases in powers of two, and list the tiles of keys that may still be read.
 
     Args:
-        log_keep: float32 [rows, length], a row per sample and KV head.
+        log_keep: float32 [rows, length], one row per sample and KV head.
         bias: float32 [rows, n_blocks * BLOCK], zeros after the end.
         blocks: int32 [rows, n_blocks], numbers of the live tiles.
         counts: int32 [rows, n_blocks + 1], live tiles before each tile.
-        length: Keys.
-        n_blocks: Tiles.
+        length: Number of keys.
+        n_blocks: Number of tiles.
         BLOCK: Keys of a tile.
         N: n_blocks rounded up to a power of two.
     """
@@ -63,7 +63,7 @@ def _online_softmax(scores, v, acc, peak, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_rows(desc, sample, head, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows first .. first + ROWS - 1 of [b, h, s, d]; zeros after the end."""
+    """Load rows first .. first + ROWS - 1 of [b, h, s, d]; zeros after the end."""
     return desc.load([sample, head, first, 0]).reshape([ROWS, D])
 
 
@@ -71,8 +71,8 @@ def load_rows(desc, sample, head, first, ROWS: tl.constexpr, D: tl.constexpr):
 def place_of(n_tiles, pairs, members, section):
     """Return the tile (0 runs first), pair and member of this program.
 
-    Pairs are pairs of sample and KV head. `section` of them run concurrently, as many as fit the
-    second-level cache; in a section all members of all pairs have their first tile first.
+    Pairs are pairs of sample and KV head. `section` pairs run concurrently, as many as fit the
+    second-level cache. In a section, the first tiles of all members of all pairs run first.
     """
     program = tl.program_id(0)
     start = program // (section * n_tiles * members) * section
@@ -91,16 +91,16 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head.
+    """Attend one tile of queries of one head.
 
-    Descriptors: [b, h, s, d]. bias, blocks, counts: of `prepare_bias`. lse float32 [b, h, padded]:
-    log2 of the sum of exponentials, +inf after the end. starts int32 [s]: first position of each
-    query's document.
+    Descriptors are [b, h, s, d]; bias, blocks and counts come from `prepare_bias`. lse is float32
+    [b, h, padded], log2 of the sum of exponentials, +inf after the end. starts is int32 [s], the
+    first position of each query's document.
     """
     n_tiles = tl.cdiv(length, BLOCK_M)
     kv_heads = n_heads // group
     pairs = tl.num_programs(0) // (n_tiles * group)
-    # the longest tiles first; the heads of a group next to each other, as they read the same keys
+    # the longest tiles first; heads of a group are adjacent, because they read the same keys
     rank, pair, member = place_of(n_tiles, pairs, group, section)
     first = (n_tiles - 1 - rank) * BLOCK_M
     sample, kv_head = pair // kv_heads, pair % kv_heads
@@ -139,7 +139,7 @@ def attend(
         v = load_rows(v_desc, sample, kv_head, key, BLOCK_N, D)
         acc, peak, total = _online_softmax(scores, v, acc, peak, total, PRECISION)
 
-    # masked tiles: those of a document's first keys, then the window's edge up to the diagonal
+    # masked tiles: first keys of a document, then from the window's edge up to the diagonal
     n_head = tl.maximum(open_from - begin, 0) // BLOCK_N
     n_masked = n_head + tl.cdiv(end - near, BLOCK_N)
     for number in tl.range(0, n_masked, num_stages=STAGES):

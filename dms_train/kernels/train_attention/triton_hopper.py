@@ -1,4 +1,4 @@
-"""Launches the kernels for Hopper; `triton_attention` decides when."""
+"""Launchers of the kernels for Hopper; `triton_attention` decides when to use them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dms_train.kernels.train_attention.triton_shape import (
 )
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-# Registers of a thread while twelve warps start; those that compute take more afterwards.
+# Registers of a thread while twelve warps start; computing warps take more afterwards.
 _REGISTERS = 168
 
 
@@ -64,21 +64,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Atten
 def backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v [b, s, h, d] and of log_keep [b, hk, s]."""
+    """Return the gradients of q, k, v [b, s, h, d] and of log_keep [b, hk, s]."""
     t, per_program = p.plan.backward, heads_per_program(p)
-    parts = p.hq // per_program
-    sums = q.new_zeros(p.b, p.hq, p.padded, p.d, dtype=torch.float32)
-    dtype = k.dtype if parts == p.hk else torch.float32
-    dk, dv = (k.new_empty(p.b, p.s, parts, p.d, dtype=dtype) for _ in range(2))
-    d_log_keep = k.new_empty(p.b, parts, p.s, dtype=torch.float32)
-    triton_train_hopper_backward.attend_backward[(triton.cdiv(p.s, t.block_n) * p.b * parts,)](
+    num_groups = p.hq // per_program
+    dq_sums = q.new_zeros(p.b, p.hq, p.padded, p.d, dtype=torch.float32)
+    dtype = k.dtype if num_groups == p.hk else torch.float32
+    dk, dv = (k.new_empty(p.b, p.s, num_groups, p.d, dtype=dtype) for _ in range(2))
+    d_log_keep = k.new_empty(p.b, num_groups, p.s, dtype=torch.float32)
+    triton_train_hopper_backward.attend_backward[(triton.cdiv(p.s, t.block_n) * p.b * num_groups,)](
         _tiles(q, t.block_m, p), _tiles(k, t.block_n, p), _tiles(v, t.block_n, p),
         _tiles(d_out, t.block_m, p), _descriptor(saved.lse.view(-1), [t.block_m]),
-        _descriptor(delta.view(-1), [t.block_m]), sums, dk, dv,
+        _descriptor(delta.view(-1), [t.block_m]), dq_sums, dk, dv,
         dk.stride(0), dk.stride(2), dk.stride(1), saved.bias, d_log_keep, saved.counts, p.ends,
         p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(8),
         **p.constants, per_program=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         LIST_BLOCK=p.plan.forward.block_n, STAGES=t.stages, WARPS=t.warps,
         num_warps=t.warps, maxnreg=_REGISTERS,
     )  # fmt: skip
-    return finished_dq(sums, q, p), *summed(dk, dv, d_log_keep, k, p)
+    return finished_dq(dq_sums, q, p), *summed(dk, dv, d_log_keep, k, p)

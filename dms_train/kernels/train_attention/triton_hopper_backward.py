@@ -1,8 +1,8 @@
 """Backward pass for Hopper: the algorithm of `triton_backward`, scheduled by hand.
 
 One warp fetches queries and their output gradients with bulk copies; eight warps own a tile of
-keys. Scores of the next tile are multiplied while the query's gradient of the present one is added
-to memory, and the products of weights and output gradients run beside the exponentials.
+keys. The scores of the next tile are computed while the query gradients of the current tile are
+added to memory. The products of weights and output gradients run beside the exponentials.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _fetch(descs, buffers, bars, place, walk, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _weights(scores, vectors, row_lse, query, masked, factor, window, PACKED: gl.constexpr):
-    """Softmax weights of a tile [keys, queries]."""
+    """Compute the softmax weights of a tile [keys, queries]."""
     keys, key_end, bias = vectors
     layout: gl.constexpr = scores.type.layout
     if masked:
@@ -84,7 +84,7 @@ def _bias_gradient(d_bias, ds, keys, query, masked, window):
 
 @gluon.jit
 def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.constexpr):
-    """Gradients of one tile of keys and values and of its biases; adds to those of the queries."""
+    """Compute the gradients of one tile of keys, values and biases; add to the query gradients."""
     dq_base, dk, dv, d_log_keep, dk_strides, out_start = outputs
     q_s, d_o_s, k_s, v_s, ds_s, lse_s, delta_s = buffers
     kv_full, q_full, d_o_full, empty = bars
@@ -156,7 +156,7 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
         d_weights = warpgroup_mma_wait(1, deps=[d_weights])
         ds = weights.to(gl.float32) * (d_weights - row_delta[None, :])
         d_bias = _bias_gradient(d_bias, ds, keys, query, masked, window)
-        barrier()  # all warps are done with ds and the queries of the step before
+        barrier()  # all warps have read ds and the queries of the previous step
         mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
         ds_s.store(ds.to(dtype))
         fence_async_shared()
@@ -186,7 +186,7 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
 
 @gluon.jit
 def _add_rows(first, values, SIZE: gl.constexpr):
-    """Add values [rows, D] to float32 memory [., SIZE] from the row at address `first` on."""
+    """Add values [rows, D] to float32 memory [., SIZE], from the row at address `first` on."""
     layout: gl.constexpr = values.type.layout
     rows = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout))
     channels = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
@@ -217,10 +217,11 @@ def attend_backward(
     SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LIST_BLOCK: gl.constexpr,
     PACKED: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, per_program query heads; see `triton_backward.attend_backward`.
+    """Compute the gradients of one tile of keys; see `triton_backward.attend_backward`.
 
-    dq float32 [b, h, padded, SIZE] without `scale`; strides are those of dk and dv
-    [b, h / per_program, s, d]; lse and delta [b * h * padded]; bias, counts: of `prepare_bias`.
+    dq is float32 [b, h, padded, SIZE] without `scale`; dk and dv are [b, h / per_program, s, d],
+    with the given strides; lse and delta are [b * h * padded]. bias and counts come from
+    `prepare_bias`.
     """
     kv_heads = n_heads // group
     members = group // per_program

@@ -1,8 +1,8 @@
 """Forward pass for Hopper: the algorithm of `triton_forward`, scheduled by hand.
 
-One warp fetches tiles with bulk copies. Two groups of four warps each own half of the queries and
-run independently: while the tensor cores multiply the weights of one tile by its values, the group
-computes the softmax of the next. Exponentials are powers of two.
+One warp fetches tiles with bulk copies. Two warpgroups run independently; each owns half of the
+queries. While the tensor cores multiply the weights of one tile by its values, the warpgroup
+computes the softmax of the next tile. Exponentials are powers of two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in triton
 
 @gluon.jit
 def _key_of(step, n_old, n_head, live_from, begin, near, blocks, BLOCK_N: gl.constexpr):
-    """First key of a step's tile: live old tiles, then a document's first, then the nearest."""
+    """Return the first key of a step's tile: live old tiles, a document's first, nearest ones."""
     key = near + (step - n_old - n_head) * BLOCK_N
     if step < n_old + n_head:
         key = begin + (step - n_old) * BLOCK_N
@@ -71,7 +71,7 @@ def _biased(
     BLOCK_N: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Scores in powers of two with the bias of keys outside the window; -inf where not seen."""
+    """Add the bias of keys outside the window to the scores, in powers of two; mask with -inf."""
     layout: gl.constexpr = scores.type.layout
     if masked:
         keys = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
@@ -87,7 +87,7 @@ def _biased(
 
 @gluon.jit
 def _weigh(tile, peak, total, operand: gl.constexpr, dtype: gl.constexpr):
-    """Weights as a matrix operand, new row maximum and sum, and the factor on older output."""
+    """Return weights as matrix operand, new row maximum and sum, and factor on older output."""
     new_peak = gl.maximum(peak, gl.max(tile, 1))
     base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = gl.exp2(tile - base[:, None])
@@ -101,7 +101,7 @@ def _attend_half(
     PART: gl.constexpr, o_desc, buffers, bars, place, walk, blocks, row_data, numbers,
     sizes: gl.constexpr,
 ):  # fmt: skip
-    """Attention of half a tile of queries, by four warps."""
+    """Attend half a tile of queries with four warps."""
     q_s, k_s, v_s, bias_s = buffers
     q_full, k_full, v_full, k_empty, v_empty = bars
     sample, head, kv_head, pair_start, first = place
@@ -177,7 +177,7 @@ def _attend_half(
 
 @gluon.jit
 def place_of(n_tiles, pairs, members, section):
-    """Tile (0 is to run first), pair and member, as in `triton_forward.place_of`."""
+    """Return tile (0 runs first), pair and member, as in `triton_forward.place_of`."""
     program = gl.program_id(0)
     start = program // (section * n_tiles * members) * section
     width = gl.minimum(section, pairs - start) * members
@@ -194,9 +194,10 @@ def attend(
     n_heads, group, D: gl.constexpr, HALF: gl.constexpr,
     BLOCK_N: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 2 * HALF queries. Descriptors [b, h, s, d]; bias [b * hk * n_blocks * BLOCK_N].
+    """Attend one tile of 2 * HALF queries.
 
-    lse [b, h, padded]: log2 of the sum of exponentials, +inf after the end.
+    Descriptors are [b, h, s, d]; bias is [b * hk * n_blocks * BLOCK_N]; lse is [b, h, padded], log2
+    of the sum of exponentials, +inf after the end.
     """
     BLOCK_M: gl.constexpr = 2 * HALF
     n_tiles = gl.cdiv(length, BLOCK_M)

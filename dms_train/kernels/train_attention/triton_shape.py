@@ -1,4 +1,4 @@
-"""One call of the training kernels: sizes, saved tensors, and helpers of all launchers.
+"""Sizes and saved tensors of one call of the training kernels, and helpers of all launchers.
 
 Shape letters: b samples, s positions, hq query heads, hk KV heads, d head size; `padded` is s
 rounded up to whole tiles.
@@ -61,13 +61,13 @@ class AttentionShape(NamedTuple):
         return max(16, triton.next_power_of_2(self.d))
 
     def section(self, bytes_per_channel: int) -> int:
-        """Pairs of sample and KV head that run concurrently.
+        """Return the number of pairs of sample and KV head that run concurrently.
 
-        Sections are equal in size, and as few as keep the data of one section within two thirds of
-        the second-level cache.
+        Sections are equal in size. There are as few as possible, but the data of one section must
+        fit two thirds of the second-level cache.
 
         Args:
-            bytes_per_channel: Read or added to by one pair, per position and channel.
+            bytes_per_channel: Bytes per position and channel that one pair reads or adds to.
         """
         each = self.s * self.width * bytes_per_channel
         most = max(1, 2 * self.plan.cache_bytes // 3 // each)
@@ -98,7 +98,7 @@ class Saved(NamedTuple):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """View x [b, s, h, d] as [b, h, s, d] whose rows can be copied 16 bytes at a time."""
+    """View x [b, s, h, d] as [b, h, s, d], with rows that can be copied 16 bytes at a time."""
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     strides = x.stride()[:-1]
@@ -108,9 +108,10 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def heads_per_program(p: AttentionShape) -> int:
-    """Query heads that one program of the backward pass handles.
+    """Return the number of query heads that one program of the backward pass handles.
 
-    All heads of a group, so that their sums stay in registers, unless processors would be idle.
+    A program takes all heads of a query group, so that their sums stay in registers. If processors
+    would be idle, it takes fewer.
     """
     group = p.hq // p.hk
     programs = triton.cdiv(p.s, p.plan.backward.block_n) * p.b * p.hk
@@ -118,7 +119,7 @@ def heads_per_program(p: AttentionShape) -> int:
 
 
 def finished_dq(sums: Tensor, query: Tensor, p: AttentionShape) -> Tensor:
-    """Return the gradient of the queries from sums, float32 [b, h, padded, d], any strides."""
+    """Return the gradient of the queries from `sums`, float32 [b, h, padded, d], any strides."""
     dq = torch.empty_like(query, memory_format=torch.contiguous_format)
     finish_dq[(p.b * p.hq, triton.cdiv(p.s, 64))](
         sums, dq, p.scale, p.s, *sums.stride()[1:], *dq.stride()[:3],
@@ -130,7 +131,7 @@ def finished_dq(sums: Tensor, query: Tensor, p: AttentionShape) -> Tensor:
 def summed(
     dk: Tensor, dv: Tensor, d_log_keep: Tensor, key: Tensor, p: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [b, s, parts, d] and [b, parts, s], summed over the parts of each KV head."""
+    """Sum gradients [b, s, parts, d] and [b, parts, s] over the parts of each KV head."""
     if dk.shape[2] == p.hk:
         return dk.contiguous(), dv.contiguous(), d_log_keep
     dk, dv = (x.unflatten(2, (p.hk, -1)).sum(3).to(key.dtype) for x in (dk, dv))

@@ -1,4 +1,4 @@
-"""Measures tiles of the training attention on this GPU and stores the fastest in a file."""
+"""Measurement of tiles of the training attention on this GPU; the fastest are stored in a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _REPEATS = 5
 
 
 class Trial(NamedTuple):
-    """One measurement; `seconds` is infinite where the tiles do not fit the GPU."""
+    """One measurement; `seconds` is infinite if the tiles do not fit the GPU."""
 
     plan: TilePlan
     seconds: float
 
 
 class Load(NamedTuple):
-    """Make the timed problem: causal, with random decisions."""
+    """Create the timed problem: causal, with random decisions."""
 
     length: int = 8192
     heads: int = 16
@@ -73,7 +73,7 @@ def tune(
         head_size: Up to 256.
         device: GPU to measure on.
         load: Problem to measure.
-        seconds: No candidate is started later than this; the default is always measured.
+        seconds: Time after which no further candidate is started. The default is always measured.
         note: Called with every measurement.
     """
     deadline = time.monotonic() + seconds
@@ -93,7 +93,7 @@ def tune(
 
 
 def store(path: Path, family: str, plan: TilePlan) -> None:
-    """Add a family to the file, which is replaced atomically."""
+    """Add a family to the file; replace the file atomically."""
     known = {name: list(tiles) for name, tiles in launch_plan.read_tuned(path).items()}
     known[family] = [plan.forward, plan.backward]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def store(path: Path, family: str, plan: TilePlan) -> None:
 def _measure(
     plan: TilePlan, dtype: torch.dtype, head_size: int, device: torch.device, load: Load
 ) -> float:
-    """Seconds of a forward and a backward pass, the least of a few."""
+    """Return the seconds of a forward and a backward pass, the minimum of a few runs."""
     hk = load.heads // load.group
 
     def normal(heads: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 )
 ROWS, LONGEST = 4, 64
 # What kernels compute with in a step; its size depends on the step, not on what is cached.
-WORKSPACES = {"_memory", "_selections", "_choice", "_places", "_wanted", "_query_places"}
+WORKSPACES = {"_memory", "_selections", "_choice", "_selection_rows", "_wanted", "_query_index"}
 
 
 def held_bytes(cache: Any) -> int:
