@@ -290,19 +290,19 @@ def _unit_name(text: str) -> str:
     text = re.sub(r"\\[ ,;:!]|~|\\", " ", text.casefold()).strip(" .")
     text = re.sub(r"\s*(?:/|\bper\b)\s*", " / ", text)
     text = re.sub(r"\^\{?([23])\}?", r"^\1", text)
-    parts: list[str] = []
+    factors: list[str] = []
     power = 1
     for word in text.split():
         word, _, exponent = word.rstrip(".").partition("^")
         if word in _PREFIXED:
             power = _PREFIXED[word]
-        elif word == "/" and parts:
-            parts.append("/")
+        elif word == "/" and factors:
+            factors.append("/")
         elif word in _NAMES:
             power = int(exponent or power)
-            parts.append(_NAMES[word] + (f"^{power}" if power > 1 else ""))
+            factors.append(_NAMES[word] + (f"^{power}" if power > 1 else ""))
             power = 1
-    name = "".join(parts).strip("/")
+    name = "".join(factors).strip("/")
     return _NAMES.get(name, name)
 
 

@@ -210,8 +210,8 @@ def _verify_expression(gold: str, answer: str) -> Verdict:
         expected = split_unit(gold, attached=True)
     verdict = _compare(expected.value, rf"\boxed{{{given.value}}}")
     if verdict is Verdict.WRONG and [expected.unit, given.unit].count("%") == 1:
-        parts = [rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, unit in (expected, given)]
-        verdict = _compare(parts[0], rf"\boxed{{{parts[1]}}}")
+        fractions = [rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, unit in (expected, given)]
+        verdict = _compare(fractions[0], rf"\boxed{{{fractions[1]}}}")
     if verdict is Verdict.CORRECT and not _same_kind(expected, given):
         return Verdict.WRONG
     return verdict

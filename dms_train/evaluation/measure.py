@@ -205,9 +205,9 @@ def _scores(
         columns = (*hidden, text.labels, text.loss_mask.double())
         column_sums = torch.zeros(5, dtype=torch.float64, device=device)
         for first in range(0, len(text.tokens), COMPARED_POSITIONS):
-            part = [column[first : first + COMPARED_POSITIONS].to(device) for column in columns]
-            ours, theirs = (F.linear(part[i], heads[i]).double() for i in range(2))
-            column_sums += _compared(ours, theirs, part[2], part[3])
+            chunk = [column[first : first + COMPARED_POSITIONS].to(device) for column in columns]
+            ours, theirs = (F.linear(chunk[i], heads[i]).double() for i in range(2))
+            column_sums += _compared(ours, theirs, chunk[2], chunk[3])
         rows.append(column_sums.tolist())
     return [list(column) for column in zip(*rows, strict=True)]
 

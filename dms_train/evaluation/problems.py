@@ -65,8 +65,10 @@ def read_problems(path: Path, max_problems: int) -> list[Document]:
         EvaluationError: A row is damaged, or the first sheet alone has more problems.
     """
     documents = _TASK.documents(TaskOptions(path=str(path)), lambda messages: 0)
-    totals = accumulate(len(document.gold) for document in documents)
-    sheets = [d for d, total in zip(documents, totals, strict=True) if total <= max_problems]
+    running_counts = accumulate(len(document.gold) for document in documents)
+    sheets = [
+        d for d, count in zip(documents, running_counts, strict=True) if count <= max_problems
+    ]
     if not sheets:
         raise EvaluationError(f"{path}: no sheet of at most max_problems={max_problems} problems")
     return sheets

@@ -74,10 +74,10 @@ def sandbox() -> tuple[str, ...]:
         for path in (*_SYSTEM_FOLDERS, sys.base_prefix, sys.prefix, str(_PROCESS)):
             words += ["--ro-bind-try", path, path]
         trial = [*words, "--remount-ro", "/", "--", sys.executable, "-I", "-c", ""]
-        done = subprocess.run(trial, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        completed = subprocess.run(trial, capture_output=True, text=True, check=False)
+        if completed.returncode == 0:
             return tuple(words)
-        problem = f"which does not work here ({' '.join(done.stderr.split())})"
+        problem = f"which does not work here ({' '.join(completed.stderr.split())})"
     raise EvaluationError(
         f"programs of a model run in bubblewrap, {problem}; or set allow_code=unisolated in a "
         "container without network and without files of value"

@@ -223,12 +223,12 @@ def _special_tokens(source: Path) -> dict[str, int]:
         return {}
     tokens = read_json(source / "tokenizer.json").get("added_tokens", [])
     ids = {token["content"]: token["id"] for token in tokens}
-    found = {}
+    special_ids = {}
     for name, token in read_json(path).items():
         text = token.get("content") if isinstance(token, dict) else token
         if name in _SPECIAL and text in ids:
-            found[f"{name}_id"] = ids[text]
-    return found
+            special_ids[f"{name}_id"] = ids[text]
+    return special_ids
 
 
 def _complete_generation(path: Path, special: dict[str, int]) -> None:

@@ -141,14 +141,14 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
 
 def _rope_base(config: Values) -> float:
     """Read the base from any place where a transformers version states it; null is absent."""
-    found: dict[float, str] = {}
+    stated_bases: dict[float, str] = {}
     for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
         if block.values.get("rope_theta") is not None:
-            found.setdefault(block.positive("rope_theta"), block.where)
-    if len(found) > 1:
-        (base, _), (other, where) = list(found.items())[:2]
+            stated_bases.setdefault(block.positive("rope_theta"), block.where)
+    if len(stated_bases) > 1:
+        (base, _), (other, where) = list(stated_bases.items())[:2]
         raise config.refusal("rope_theta", base, f"{where} says {other}; make them agree")
-    return next(iter(found), 10000.0)
+    return next(iter(stated_bases), 10000.0)
 
 
 def _rope_rule(config: Values) -> dict[str, Any]:

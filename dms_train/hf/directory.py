@@ -66,7 +66,7 @@ def resolve(
     try:
         from huggingface_hub import snapshot_download
 
-        found = snapshot_download(
+        snapshot = snapshot_download(
             name,
             revision=revision,
             local_files_only=local_files_only,
@@ -78,7 +78,7 @@ def resolve(
         raise FileNotFoundError(
             f"{name}: neither a directory nor in {where} (revision {revision or 'main'}); {fix}"
         ) from error
-    return Path(found)
+    return Path(snapshot)
 
 
 @typed
@@ -191,12 +191,12 @@ class WeightReader:
 
     def _refuse_dtypes(self) -> None:
         """Refuse quantised weights, which need scales or codebooks."""
-        found = [name for name in self.names() if self.dtype(name) not in _DTYPES]
-        if found:
+        quantised = [name for name in self.names() if self.dtype(name) not in _DTYPES]
+        if quantised:
             raise HFError(
-                f"{self.directory}: {len(found)} of {len(self._entries)} tensors are stored as "
-                f"{self.dtype(found[0])}, first {found[0]}; quantised weights are not supported: "
-                f"use the original model, or convert it to one of {', '.join(_DTYPES)}"
+                f"{self.directory}: {len(quantised)} of {len(self._entries)} tensors are stored as "
+                f"{self.dtype(quantised[0])}, first {quantised[0]}; quantised weights are not "
+                f"supported: use the original model, or convert it to one of {', '.join(_DTYPES)}"
             )
 
     @typed

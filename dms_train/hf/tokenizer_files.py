@@ -101,12 +101,12 @@ def _add_tokens(directory: Path, tokenizer: Any) -> None:
     declared, named = _named_tokens(directory)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for _, token in declared])
-    for wanted, token in declared:
-        found = tokenizer.token_to_id(token.content)
-        if token.content not in known and found != wanted:
+    for stated_id, token in declared:
+        actual_id = tokenizer.token_to_id(token.content)
+        if token.content not in known and actual_id != stated_id:
             raise HFError(
-                f"{directory}: {TOKENIZER_CONFIG} gives {token.content!r} the id {wanted}, in "
-                f"{TOKENIZER_FILE} it would be {found}; take both files from the same model"
+                f"{directory}: {TOKENIZER_CONFIG} gives {token.content!r} the id {stated_id}, in "
+                f"{TOKENIZER_FILE} it would be {actual_id}; take both files from the same model"
             )
     known |= {token.content for _, token in declared}
     tokenizer.add_tokens([token for token in named if token.content not in known])
@@ -151,8 +151,8 @@ def _special_tokens(*files: dict[str, Any]) -> list[Any]:
         for key in _SPECIAL_LISTS:
             listed = file.get(key) or []
             values += listed.values() if isinstance(listed, dict) else listed
-    found = [{"content": value} if isinstance(value, str) else value for value in values]
-    return [_token({**value, "special": True}) for value in found if isinstance(value, dict)]
+    entries = [{"content": value} if isinstance(value, str) else value for value in values]
+    return [_token({**value, "special": True}) for value in entries if isinstance(value, dict)]
 
 
 def _without_other_keys(directory: Path, tokenizer: Any) -> dict[str, bool]:
@@ -206,18 +206,18 @@ def _require_same_ids(directory: Path, tokenizer: Any, wrapped: Any) -> None:
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int] | None:
     """Encode a text; None if the tokenizer refuses it, as one of whole words may."""
     try:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
     except Exception:  # the package raises no other type
         return None
-    return found
+    return ids
 
 
 def _wrapped_ids(wrapped: Any, text: str, special: bool) -> list[int] | None:
     try:
-        found: list[int] = wrapped(text, add_special_tokens=special, verbose=False)["input_ids"]
+        ids: list[int] = wrapped(text, add_special_tokens=special, verbose=False)["input_ids"]
     except Exception:  # as above
         return None
-    return found
+    return ids
 
 
 def _one_line(error: Exception) -> str:

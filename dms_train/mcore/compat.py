@@ -181,11 +181,11 @@ def accumulate_in_place(device: torch.device) -> bool:
     if layers._grad_accum_fusion_available:
         return True
     try:
-        sums = torch.zeros(16, 16, device=device)
+        weight_grad = torch.zeros(16, 16, device=device)
         one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-        _add_weight_gradient(one, one, sums)
-        _add_weight_gradient(one, one, sums)
-        if (sums != 32.0).any():
+        _add_weight_gradient(one, one, weight_grad)
+        _add_weight_gradient(one, one, weight_grad)
+        if (weight_grad != 32.0).any():
             return False
     except (AttributeError, TypeError, RuntimeError):
         return False
@@ -196,12 +196,14 @@ def accumulate_in_place(device: torch.device) -> bool:
     return True
 
 
-def _add_weight_gradient(inputs: Tensor, d_out: Tensor, sums: Tensor) -> None:
+def _add_weight_gradient(inputs: Tensor, d_out: Tensor, weight_grad: Tensor) -> None:
     """Add d_out^T inputs to sums, float32 [out, in]; d_out [tokens, out], inputs [tokens, in]."""
     if inputs.dtype == torch.float32:
-        sums.addmm_(d_out.t(), inputs)
+        weight_grad.addmm_(d_out.t(), inputs)
     else:
-        torch.ops.aten.addmm.dtype_out(sums, d_out.t(), inputs, torch.float32, out=sums)
+        torch.ops.aten.addmm.dtype_out(
+            weight_grad, d_out.t(), inputs, torch.float32, out=weight_grad
+        )
 
 
 def use_results_queue(queue: Any) -> None:

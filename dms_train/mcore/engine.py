@@ -194,8 +194,8 @@ class McoreEngine:
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
         """Return loss and gradient norm of a batch, finite or not; nothing is updated."""
-        totals = self.forward_backward(plan, batches)
-        return totals.loss, optim.gradient_norm(self._optimizer)
+        pass_totals = self.forward_backward(plan, batches)
+        return pass_totals.loss, optim.gradient_norm(self._optimizer)
 
     def train_step(
         self, plan: StepPlan, batches: list[Batch], meanwhile: Callable[[], None] = lambda: None
@@ -206,18 +206,18 @@ class McoreEngine:
         norm is not finite. `meanwhile` is called once while a GPU computes the gradients.
         """
         optim.set_step(self._scheduler, plan.stage_step)
-        statistics = self._gradients(plan, batches)
+        device_totals = self._gradients(plan, batches)
         meanwhile()
         # read between norm and update, so that the host waits for the GPU once, and for no update
-        totals = functools.cache(statistics.read)
-        update = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))
+        read_totals = functools.cache(device_totals.read)
+        update = optim.step(self._optimizer, lambda: math.isfinite(read_totals().loss))
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
-            totals(),
+            read_totals(),
             batches,
             grad_norm=update.grad_norm,
             learning_rate=learning_rate,
-            memory_bytes=totals().memory_bytes,
+            memory_bytes=read_totals().memory_bytes,
             skipped=not update.updated,
         )
 
@@ -226,24 +226,24 @@ class McoreEngine:
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
-            totals = self._run(plan, batches, forward_only=True).read()
-            kept = self._kept(totals) if plan.eviction != "none" else ()
-        return self._result(totals, batches, kept=kept)
+            pass_totals = self._run(plan, batches, forward_only=True).read()
+            kept = self._kept(pass_totals) if plan.eviction != "none" else ()
+        return self._result(pass_totals, batches, kept=kept)
 
-    def _kept(self, totals: PassTotals) -> tuple[tuple[float, ...], ...]:
+    def _kept(self, pass_totals: PassTotals) -> tuple[tuple[float, ...], ...]:
         a = self.architecture
         shape = (a.num_layers, a.num_query_groups)
-        return retention.kept(self._models, self.view, shape, totals.positions)
+        return retention.kept(self._models, self.view, shape, pass_totals.positions)
 
-    def _result(self, totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
+    def _result(self, pass_totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
         length = batches[0].tokens.shape[1]
         return StepResult(
-            loss=totals.loss,
-            terms=totals.terms,
-            aux_loss=totals.aux_loss,
-            alpha=totals.alpha / totals.samples,
-            cr_factor=totals.positions / totals.live if totals.live else math.nan,
-            kv_reads=length * totals.reads / totals.samples,
+            loss=pass_totals.loss,
+            terms=pass_totals.terms,
+            aux_loss=pass_totals.aux_loss,
+            alpha=pass_totals.alpha / pass_totals.samples,
+            cr_factor=pass_totals.positions / pass_totals.live if pass_totals.live else math.nan,
+            kv_reads=length * pass_totals.reads / pass_totals.samples,
             **extra,
         )
 

@@ -54,6 +54,6 @@ def uniform(keys: Tensor, count: int) -> Tensor:
     Returns:
         float64 [b, count] on the device of `keys`.
     """
-    place = torch.arange(1, count + 1, device=keys.device) * GOLDEN
-    bits = shift_right(mix(keys[:, None] + place), 64 - _DOUBLE_BITS)
+    stream_steps = torch.arange(1, count + 1, device=keys.device) * GOLDEN
+    bits = shift_right(mix(keys[:, None] + stream_steps), 64 - _DOUBLE_BITS)
     return (bits.double() + 0.5) * 2.0**-_DOUBLE_BITS

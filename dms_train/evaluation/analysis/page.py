@@ -68,11 +68,11 @@ def markdown(comparison: Comparison) -> str:
         EvaluationError: No run holds a chain.
     """
     _require_points(comparison)
-    parts = ["# Evaluation", _NOTES]
-    parts += [table.markdown() for table in _all_tables(comparison)]
-    parts += ["## Published by the paper, not measured here"]
-    parts += [table.markdown() for table in tables.published_tables()]
-    return "\n\n".join(parts) + "\n"
+    sections = ["# Evaluation", _NOTES]
+    sections += [table.markdown() for table in _all_tables(comparison)]
+    sections += ["## Published by the paper, not measured here"]
+    sections += [table.markdown() for table in tables.published_tables()]
+    return "\n\n".join(sections) + "\n"
 
 
 def page(comparison: Comparison) -> str:
@@ -86,7 +86,7 @@ def page(comparison: Comparison) -> str:
     known = "".join(
         f"<div class='wide'>{table.html()}</div>" for table in tables.published_tables()
     )
-    parts = [
+    lines = [
         "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
         # a browser refuses to load anything for this page
         "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
@@ -99,7 +99,7 @@ def page(comparison: Comparison) -> str:
         f"<h2>Chains</h2>{''.join(_chains(result) for result in comparison.results)}",
         f"</main><script>{_SCRIPT}</script></body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _require_points(comparison: Comparison) -> None:

@@ -261,9 +261,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         for special in (False, True):
             numbers = [i for i, x in enumerate(texts) if x.startswith(self._prefix) != special]
             for begin in range(0, len(numbers), _TEXTS):
-                part = numbers[begin : begin + _TEXTS]
-                ids = self.tokenizer([texts[i] for i in part], add_special_tokens=special)
-                for number, tokens in zip(part, ids["input_ids"], strict=True):
+                batch = numbers[begin : begin + _TEXTS]
+                ids = self.tokenizer([texts[i] for i in batch], add_special_tokens=special)
+                for number, tokens in zip(batch, ids["input_ids"], strict=True):
                     encoded[number] = tokens
         return encoded
 

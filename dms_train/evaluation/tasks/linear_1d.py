@@ -94,8 +94,8 @@ def _split(rng: random.Random, total: int, count: int) -> list[int]:
     if count == 0:
         return []
     most = max(1, 2 * abs(total))
-    parts = [rng.randint(-most, most) for _ in range(count - 1)]
-    return [*parts, total - sum(parts)]
+    addends = [rng.randint(-most, most) for _ in range(count - 1)]
+    return [*addends, total - sum(addends)]
 
 
 class _Side:

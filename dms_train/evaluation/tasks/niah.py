@@ -114,10 +114,10 @@ def _key_words() -> dict[str, list[str]]:
 
 def hidden(text: str, needle: Needle) -> str:
     """Return a text with the needle between two of its sentences."""
-    parts = sentences(text) if text else []
+    all_sentences = sentences(text) if text else []
     line = f"One of the special magic numbers for {needle.key} is: {needle.value}."
-    at = int(len(parts) * needle.depth / 100)
-    return " ".join([*parts[:at], line, *parts[at:]])
+    at = int(len(all_sentences) * needle.depth / 100)
+    return " ".join([*all_sentences[:at], line, *all_sentences[at:]])
 
 
 def _filled(words: list[str], needle: Needle, length: int, tokens: TokenCounter) -> str:

@@ -53,8 +53,8 @@ def damaged(folder: Path, recorded: dict[str, FileRecord]) -> dict[str, str]:
         return None if holds else "its checksum differs"
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = zip(recorded, threads.map(problem, recorded), strict=True)
-        return {name: reason for name, reason in found if reason is not None}
+        reasons = zip(recorded, threads.map(problem, recorded), strict=True)
+        return {name: reason for name, reason in reasons if reason is not None}
 
 
 def share(recorded: dict[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:

@@ -135,11 +135,11 @@ def check(path: Path) -> dict[str, Any]:
 def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
     """Yield file and content of everything that is unpickled besides the metadata."""
     yield COMMON_FILE, (path / COMMON_FILE).read_bytes()
-    for index, place in metadata.storage_data.items():
+    for index, storage in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-            with (path / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                yield place.relative_path, file.read(place.length)
+            with (path / storage.relative_path).open("rb") as file:
+                file.seek(storage.offset)
+                yield storage.relative_path, file.read(storage.length)
 
 
 def _require_plain(name: str, content: bytes) -> None:
@@ -187,9 +187,9 @@ def verify(path: Path, view: ParallelView) -> None:
             raise wrong_content(path, name, reason)
     except DamagedError as error:  # the other ranks wait for it
         problem = str(error)
-    for found in groups.values(problem):
-        if found is not None:
-            raise DamagedError(found)
+    for reported_problem in groups.values(problem):
+        if reported_problem is not None:
+            raise DamagedError(reported_problem)
 
 
 def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:

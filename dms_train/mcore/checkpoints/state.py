@@ -106,8 +106,8 @@ def _require_sizes(path: Path, sizes: dict[str, int]) -> None:
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
-            found = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
-            raise DamagedError(f"checkpoint {path}: {name} {found}; use an older checkpoint")
+            difference = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            raise DamagedError(f"checkpoint {path}: {name} {difference}; use an older checkpoint")
 
 
 def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:

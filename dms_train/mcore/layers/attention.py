@@ -109,13 +109,13 @@ class MethodState:
         `like` is any tensor [s, b, g, ...] of the layer.
         """
         s, b, g = like.shape[:3]
-        found = self._dense_sides.get((s, b, g))
-        if found is None or found.device != like.device:
+        stats = self._dense_sides.get((s, b, g))
+        if stats is None or stats.device != like.device:
             # filled on the device: a tensor of Python numbers would wait for a copy
             values = (0.0, float(s * g), g * (s + 1) / 2)
-            found = torch.stack([torch.full((b,), v, device=like.device) for v in values], 1)
-            self._dense_sides[s, b, g] = found
-        return found
+            stats = torch.stack([torch.full((b,), v, device=like.device) for v in values], 1)
+            self._dense_sides[s, b, g] = stats
+        return stats
 
 
 class CoreAttention(MegatronModule):

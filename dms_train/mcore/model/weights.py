@@ -72,10 +72,10 @@ def global_names(chunk: Any) -> dict[str, Tensor]:
     named = {}
     for full, parameter in chunk.named_parameters():
         name = plain_name(full)
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-        named[".".join(parts)] = parameter
+        name_parts = name.split(".")
+        if name_parts[:2] == ["decoder", "layers"]:
+            name_parts[2] = str(chunk.decoder.layers[int(name_parts[2])].layer_number - 1)
+        named[".".join(name_parts)] = parameter
     return named
 
 
@@ -112,8 +112,10 @@ def load(
         shapes = expected_shapes(architecture)
         for chunk in chunks:
             for name, parameter in global_names(chunk).items():
-                parts = [_part(source, hf, shapes[hf], parameter, view) for hf in table[name].hf]
-                local = mapping.to_megatron(table[name], parts, architecture)
+                hf_tensors = [
+                    _part(source, hf, shapes[hf], parameter, view) for hf in table[name].hf
+                ]
+                local = mapping.to_megatron(table[name], hf_tensors, architecture)
                 parameter.data[: local.shape[0]].copy_(local)
                 parameter.data[local.shape[0] :].zero_()  # rows that pad the vocabulary
 
@@ -141,9 +143,9 @@ def _agreed() -> Iterator[None]:
         yield
     except (HFError, ModelError) as error:
         problem = str(error)
-    for found in groups.values(problem):
-        if found is not None:
-            raise ModelError(found)
+    for reported_problem in groups.values(problem):
+        if reported_problem is not None:
+            raise ModelError(reported_problem)
 
 
 def _part(

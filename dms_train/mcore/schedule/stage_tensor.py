@@ -29,16 +29,16 @@ class StageState(NamedTuple):
 
 
 def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
-    parts, rest = [], x
+    addends, rest = [], x
     for _ in range(EXACT_PARTS):
-        part = rest.to(dtype)
-        parts.append(part)
-        rest = rest - part.to(x.dtype)
-    return torch.cat(parts, dim=-1)
+        addend = rest.to(dtype)
+        addends.append(addend)
+        rest = rest - addend.to(x.dtype)
+    return torch.cat(addends, dim=-1)
 
 
-def _merge(parts: Tensor) -> Tensor:
-    return parts.float().unflatten(-1, (EXACT_PARTS, -1)).sum(-2)
+def _merge(addends: Tensor) -> Tensor:
+    return addends.float().unflatten(-1, (EXACT_PARTS, -1)).sum(-2)
 
 
 class _Split(torch.autograd.Function):
@@ -58,9 +58,9 @@ class _Merge(torch.autograd.Function):
     """Inverse of `_Split`; its gradient is itself sent back as an exact split."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor) -> Tensor:
-        ctx.dtype = parts.dtype
-        return _merge(parts)
+    def forward(ctx: Any, addends: Tensor) -> Tensor:
+        ctx.dtype = addends.dtype
+        return _merge(addends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def pack(state: StageState) -> Tensor:
     """Pack the parts into one stage tensor."""
     row = _Split.apply(state.eviction_stats, state.student.dtype)
     row = F.pad(row, (0, state.student.shape[-1] - row.shape[-1]))[None]
-    parts = [state.student, *([] if state.teacher is None else [state.teacher]), row]
-    return torch.cat(parts)
+    stacked_rows = [state.student, *([] if state.teacher is None else [state.teacher]), row]
+    return torch.cat(stacked_rows)
 
 
 def unpack(tensor: Tensor, *, has_teacher: bool) -> StageState:
