@@ -49,11 +49,11 @@ _MEASURED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """Facts about the model that was retrofitted.
+    """Facts about the original of a retrofitted model.
 
     Attributes:
         name: Hub id or name of its folder; None for a model trained from scratch.
-        hub_id: Its id on the hub, if the run named it by that.
+        hub_id: Its id on the hub, if the run named the model by its id.
         front_matter: Inherited keys of its own card.
     """
 
@@ -119,7 +119,7 @@ def render(
     Args:
         architecture: The model.
         base: The model it was made from.
-        compressed: The retrofitted model and its format; None for a dense model.
+        compressed: Retrofitted model and its format; None for a dense model.
         pooled_from: KV heads of the base model if the weights are averages of its heads.
         code_files: Names of the export's code files for transformers.
     """

@@ -1,8 +1,8 @@
 """Python files of an export.
 
 The modules of `export/shipped` that end in the name of the method are copied as they are. They
-import each other, torch and transformers, and nothing of this package. Two short files are added,
-which define the classes of the model family.
+import each other, torch and transformers, and nothing of this package. Two short added files define
+the classes of the model family.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def _special_tokens(source: Path) -> dict[str, int]:
 
 
 def _complete_generation(path: Path, special: dict[str, int]) -> None:
-    """Add ids that a copied generation config does not state; its own values stay."""
+    """Add the ids that a copied generation config lacks; its own values stay."""
     stated = read_json(path) if path.is_file() else {}
     write_json(path, {**stated, **{k: v for k, v in special.items() if k not in stated}})
 

@@ -86,8 +86,8 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# Options that change what the model computes, with the value that is implemented here. Tools for
-# quantisation state it under one of three keys (`quantization`: MLX).
+# Options that change the results of a model, with the implemented value of each. Quantisation tools
+# use one of three keys (`quantization`: MLX).
 _FIXED_EVERYWHERE = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,

@@ -32,9 +32,9 @@ _FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", 
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TIED = _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
-# Buffers that older versions of transformers stored; every program computes them anew.
+# Buffers of older versions of transformers; every program computes them anew.
 _LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-_ROWS = 8192  # of two matrices that are compared at once
+_ROWS = 8192  # rows of two matrices that are compared at once
 
 
 @typed
@@ -162,8 +162,7 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 class WeightReader:
     """Tensors of a directory by name, read from safetensors on access.
 
-    Construction reads every header and checks that each file is complete and that the weights are
-    not quantised.
+    Construction reads every header. It refuses incomplete files and quantised weights.
 
     Raises:
         FileNotFoundError: If weights or a shard are absent.
@@ -210,7 +209,7 @@ class WeightReader:
             extra: Names of further tensors that the caller reads.
 
         Returns:
-            A warning that names tensors which are ignored because they change nothing, or None.
+            A warning that names ignored tensors, which change nothing; None without such tensors.
 
         Raises:
             HFError: A tensor is missing, has another shape, or would be ignored.
@@ -235,7 +234,7 @@ class WeightReader:
         return self._leftovers(unread)
 
     def _require_tied(self) -> None:
-        """Refuse an output layer that differs from the embedding, which would replace it."""
+        """Refuse an output layer unlike the embedding, because the embedding would replace it."""
         rows = self.shape(_EMBEDDING)[0]
         same = self.shape(_HEAD) == self.shape(_EMBEDDING) and all(
             torch.equal(*(self.part(n, 0, i, min(i + _ROWS, rows)).double() for n in _TIED))
@@ -385,7 +384,7 @@ class WeightWriter:
     def _flush(self) -> None:
         shard = self._temporary(len(self._shards))
         save_tensors(shard, self._pending, {"format": "pt"})
-        # not all shards at the end, when other ranks wait in one collective with a timeout
+        # here and not at the end, where other ranks would wait for all shards with a timeout
         durable.sync_file(shard)
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0

@@ -1,4 +1,4 @@
-"""Refusal of files next to config.json that change what the weights mean.
+"""Refusal of files beside config.json that change the meaning of the weights.
 
 Nothing here needs torch.
 """

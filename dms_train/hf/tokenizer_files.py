@@ -1,8 +1,8 @@
 """Tokenizer of a model directory, loaded in the same way by every command.
 
 `tokenizer.json` is the truth. Truncation and padding that a training script left in it do not
-apply. Tokens that only the files beside it name are added as transformers' PreTrainedTokenizerFast
-adds them, which also decides their ids.
+apply. Tokens that only the files beside it name are added like PreTrainedTokenizerFast of
+transformers adds them. The order decides their ids.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def read_chat_tokenizer(directory: Path) -> Any:
     `tokenizer.json` according to the class or model type that other files state.
 
     Raises:
-        HFError: As `read_tokenizer`; transformers cannot read the files, or gives other ids than
-            `read_tokenizer`.
+        HFError: See `read_tokenizer`; also, transformers cannot read the files, or gives other ids
+            than `read_tokenizer`.
         ModuleNotFoundError: transformers is not installed.
     """
     tokenizer = read_tokenizer(directory)
@@ -158,7 +158,7 @@ def _special_tokens(*files: dict[str, Any]) -> list[Any]:
 def _without_other_keys(directory: Path, tokenizer: Any) -> dict[str, bool]:
     """Return arguments that stop transformers 5 from adding tokens for keys like `fill_token`.
 
-    Version 4 ignores these keys. A value that is no text replaces that of the file in both.
+    Version 4 ignores these keys. In both, a value other than text replaces the value of the file.
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     values: dict[str, Any] = {}
@@ -204,7 +204,7 @@ def _require_same_ids(directory: Path, tokenizer: Any, wrapped: Any) -> None:
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int] | None:
-    """Encode a text; None if the tokenizer refuses it, as one of whole words may."""
+    """Encode a text; None if the tokenizer refuses it, which tokenizers of whole words may do."""
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
     except Exception:  # the package raises no other type

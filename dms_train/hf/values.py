@@ -25,7 +25,7 @@ class Values:
     values: Mapping[str, Any]
 
     def refusal(self, key: str, value: Any, fix: str) -> HFError:
-        """Make the error that names a key, its value and what to do."""
+        """Build the error that names a key, its value and a remedy."""
         shown = "null" if value is None else repr(value)
         return HFError(f"{self.where}: {key}={shown} is not supported; {fix}")
 

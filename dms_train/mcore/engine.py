@@ -185,7 +185,7 @@ class McoreEngine:
 
     def _gradients(self, plan: StepPlan, batches: list[Batch]) -> DeviceTotals:
         for chunk in self._chunks:
-            if not chunk.training:  # it visits all modules
+            if not chunk.training:  # `train` visits all modules
                 chunk.train()
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -332,10 +332,10 @@ class McoreEngine:
         Args:
             path: Its folder.
             with_optimizer: Load the optimizer's state too.
-            verified: Its checksums were compared already; otherwise all ranks do that first.
+            verified: Its checksums were compared already; otherwise all ranks compare them first.
 
         Raises:
-            CheckpointError: As `checkpoint.verify` and `checkpoint.load`.
+            CheckpointError: See `checkpoint.verify` and `checkpoint.load`.
             ModelError: Its weights hold NaN or infinite numbers.
         """
         if not verified:
@@ -348,7 +348,7 @@ class McoreEngine:
         return checkpoint_state.read_state(path)
 
     def load_hf(self, source: weights.WeightSource) -> None:
-        """Replace the student's weights by those of a Hugging Face directory."""
+        """Replace the student's weights by the weights of a Hugging Face directory."""
         optim.wait_for_param_gather(self._chunks)
         weights.load(self._models, source, self.architecture, self.view)
         if self._optimizer is not None:

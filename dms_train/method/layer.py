@@ -1,7 +1,7 @@
 """The interface between a method and the attention of a layer.
 
-Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size; heads are
-those of one tensor-parallel rank.
+Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size; numbers
+of heads are per tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerPass(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The decisions of a layer.
+    """Decisions of a layer.
 
     Attributes:
         log_keep: log(1 - alpha) by key [b, g, s], added to the score of a key outside the
@@ -137,7 +137,7 @@ class MethodLayer(Protocol):
     def prepare_fused(
         self, projection: Projection, step: LayerPass
     ) -> tuple[Heads, Decided | None]:
-        """Do what `prepare` does when fused kernels run; by default with `prepare` itself."""
+        """Do the same as `prepare` with fused kernels; by default, call `prepare`."""
         return self.prepare(projection.heads(), step)
 
     def loss(

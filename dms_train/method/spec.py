@@ -41,7 +41,7 @@ def options_of(values: Mapping[str, Any]) -> type[MethodOptions]:
     """Return the class of a `method` block.
 
     Raises:
-        ValueError: It names no method; the known ones are listed.
+        ValueError: It names no method; the message lists the known ones.
     """
     return OPTIONS[_kind(values)]
 
@@ -72,14 +72,15 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
 
 
 def _without_training(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop what version 1 stored of the training: it decides nothing that a model computes."""
+    """Drop the training constants that version 1 stored; no output of a model depends on them."""
     training = (
         "alpha_in_loss", "aux_form", "kl_direction", "kl_temperature", "consistency", "prior",
     )  # fmt: skip
     return {key: value for key, value in values.items() if key not in training}
 
 
-# Version: what makes its specification one of the next version. A new field gets its value here.
+# By version: function that upgrades its specification to the next version. A new field gets its
+# value here.
 _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _without_training}
 
 

@@ -90,7 +90,7 @@ class Evaluator(Protocol):
         """Measure, store the results and return flat numbers.
 
         Raises:
-            ValueError: It was refused; the same on every rank.
+            ValueError: A task or the export was refused; the same on every rank.
         """
         ...
 

@@ -31,7 +31,7 @@ class Saver:
     Attributes:
         folder: Folder of the run's checkpoints.
         is_main_rank: Whether this process removes old checkpoints.
-        provenance: Stored with every checkpoint.
+        provenance: JSON values that are stored with every checkpoint.
     """
 
     engine: TrainEngine
@@ -53,7 +53,7 @@ class Saver:
     ) -> None:
         """Save the position of the run, after finishing a pending save.
 
-        It waits up to 30 seconds for checkpoints that are being deleted, because they take space.
+        First wait up to 30 seconds for checkpoints that are being deleted, because they take space.
 
         Args:
             state: The position.
@@ -159,8 +159,8 @@ def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
 
     A folder that cannot be renamed is logged and left.
 
-    Folders of later steps than `saved` do not count: a run that resumed before a damaged
-    checkpoint must not delete its own checkpoints in favour of that one.
+    Folders of later steps than `saved` do not count. Otherwise a run that resumed before a damaged
+    checkpoint would delete its own checkpoints in favour of the damaged one.
     """
     checkpoints = sorted(saved.parent.glob("step_????????"))
     temporary = [path for path in checkpoints if path.name <= saved.name and _is_temporary(path)]

@@ -116,7 +116,7 @@ class ExportFormat:
             incomplete, contradictory or of a variant that is not supported.
         problem: Function that returns the first reason why the consumer would misread the
             weights, or None.
-        advice: Function that returns remarks about weights that load correctly, one line each.
+        advice: Function that returns remarks about an acceptable export, one line each.
         json_files: Function that returns further JSON files by name.
         ships_code: Whether exports hold the method's code for transformers.
     """

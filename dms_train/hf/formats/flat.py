@@ -1,7 +1,7 @@
 """Layout of `nvidia` and `fastdms`: flat `dms_*` keys in config.json, and dms_metadata.json.
 
-Both consumers support only some specifications, and neither layout records which channel a
-checkpoint was trained with, so everything else is refused.
+Both consumers support only some specifications. Neither layout records the eviction channel of a
+checkpoint, so everything else is refused.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Limits:
 
 
 def rounding_advice(model: ExportedModel) -> list[str]:
-    """Say so if the compression ratio is rounded."""
+    """Return a remark if the compression ratio is rounded."""
     cr = model.target_cr
     return [] if cr == int(cr) else [f"dms_cr is an integer: {cr} is written as {int(cr)}"]
 
@@ -96,7 +96,7 @@ def _spec(model: ExportedModel) -> DMSSpec:
 
 
 def config_keys(model: ExportedModel) -> dict[str, Any]:
-    """Return the flat keys; model_type stays the family's."""
+    """Return the flat keys; `model_type` remains the one of the family."""
     spec = _spec(model)
     return {
         "model_type": model.architecture.family,

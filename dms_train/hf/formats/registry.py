@@ -67,7 +67,7 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
         model: Model to be exported.
 
     Returns:
-        Remarks about weights that load correctly, one line each.
+        Remarks about an acceptable export, one line each.
 
     Raises:
         ExportRefused: The first reason why the weights would be misread.

@@ -1,7 +1,7 @@
 """Checksums of the files of a checkpoint, and the division of files among ranks.
 
-CRC-32 finds every flipped bit and every damaged run of up to 32 bits, is the fastest sum that the
-standard library has, and lets other threads run meanwhile. It does not protect against forgery.
+CRC-32 finds every flipped bit and every damaged run of up to 32 bits. It is the fastest checksum of
+the standard library, and lets other threads run meanwhile. It does not protect against forgery.
 """
 
 from __future__ import annotations

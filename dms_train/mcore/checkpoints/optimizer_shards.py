@@ -3,7 +3,7 @@
 Megatron's distributed optimizer gives every data rank a run of elements of each flattened
 parameter. Its own form of checkpoint that fits any layout, `fully_reshardable`, first gathers all
 runs onto every data rank. Here each rank writes its run as at most three rectangles of the
-parameter (the end of a row, whole rows, the start of a row) under the same keys, and reads back
+parameter: the end of a row, whole rows, the start of a row. It uses the same keys, and reads back
 exactly the rectangles it needs; torch's distributed checkpoints cut and join rectangles of any
 grid. Checkpoints of the two forms are read alike.
 """
@@ -38,7 +38,7 @@ class _Block(NamedTuple):
 
 
 def keep_shards(optimizer: Any) -> None:
-    """Let `fully_reshardable` checkpoints of this optimizer be written and read in blocks."""
+    """Make this optimizer write and read its `fully_reshardable` checkpoints in blocks."""
     for part in compat.optimizer_parts(optimizer):
         part.sharded_param_state_fully_reshardable = partial(_param_state, part)
         part.load_parameter_state_from_fully_reshardable = (

@@ -63,7 +63,7 @@ _METADATA_NAMES = frozenset(
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Unpickler that refuses names that torch's checkpoint metadata never contains."""
+    """Unpickler for torch's checkpoint metadata; refuses names that metadata never contains."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -89,7 +89,7 @@ def _sharding() -> dict[str, Any]:
 
 
 def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Map model, and optimizer unless None, to their places in a checkpoint."""
+    """Return the sharded state dict of the model, and of the optimizer unless it is None."""
     sharding = _sharding()
     names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
     models = {
@@ -110,9 +110,9 @@ def check(path: Path) -> dict[str, Any]:
     """Check that loading the folder runs no code of its own, then `read_state`.
 
     Raises:
-        DamagedError: As `read_state`, or a pickle in it cannot be read or has changed since it
-            was written.
-        CheckpointError: A pickle in it is foreign.
+        DamagedError: See `read_state`; also, a pickle cannot be read or has changed since it was
+            written.
+        CheckpointError: A pickle holds names that this program never writes.
     """
     state = read_state(path)
     name = _METADATA_FILE
@@ -177,7 +177,7 @@ def verify(path: Path, view: ParallelView) -> None:
     """Compare every file of a checkpoint with its checksum; all ranks call it and share the files.
 
     Raises:
-        DamagedError: On every rank alike, with the problem of the first rank that found one.
+        DamagedError: On every rank, with the problem of the first rank that has one.
     """
     problem = None
     try:
@@ -196,7 +196,7 @@ def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
     """Load weights, and optimizer state unless None, into any parallel layout.
 
     Raises:
-        CheckpointError: As `check`, or the folder holds another model.
+        CheckpointError: See `check`; also, the folder holds another model.
     """
     check(path)
     if optimizer is not None:

@@ -1,7 +1,7 @@
 """Self-attention with the decisions of a retrofit method, which it passes to the kernels.
 
 Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
-d head size; heads are those of this tensor-parallel rank.
+d head size; numbers of heads are per tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 class MethodState:
     """State that all layers of a model share: constants, the kernel and the current step's plan.
 
-    It holds values of a step only. With 1F1B and recomputation a value of a micro-batch would be
-    read again in another micro-batch.
+    It holds values of a step only, because with 1F1B and recomputation another micro-batch would
+    read the value of an earlier one.
 
     Args:
         options: Method of the model and its training.
@@ -290,7 +290,7 @@ class MethodSelfAttention(SelfAttention):
 
 
 def _sum_ranks(x: Tensor, group: Any) -> Tensor:
-    """Sum over tensor-parallel ranks; the gradient is summed over them, too."""
+    """Sum over tensor-parallel ranks, in the backward pass too."""
     return x if group.size() == 1 else all_reduce(x.contiguous(), group=group)
 
 

@@ -28,7 +28,7 @@ def apply(config: Any, device: torch.device, *, fused: bool) -> None:
 def fuse_adam(optimizer: Any) -> None:
     """Let torch's AdamW update in one pass on a GPU; call it again after loading its state.
 
-    The value in a checkpoint is that of the machine that wrote it.
+    A checkpoint holds the setting of the machine that wrote it.
     """
     for part in compat.optimizer_parts(optimizer):
         inner = part.optimizer

@@ -39,7 +39,7 @@ def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Archit
         return tensors[0]
     if entry.layout == "gated":
         return torch.cat(tensors)
-    groups = tensors[1].shape[0] // architecture.kv_channels  # of keys
+    groups = tensors[1].shape[0] // architecture.kv_channels  # KV groups in these tensors
     grouped = [t.unflatten(0, (groups, -1)) for t in tensors]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 

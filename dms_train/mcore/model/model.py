@@ -52,7 +52,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         num_query_groups=a.num_query_groups,
         kv_channels=a.kv_channels,
         add_qkv_bias=a.add_qkv_bias,
-        # also without tensor parallelism this makes megatron sum q and k norm gradients over it
+        # makes megatron sum q and k norm gradients over the tensor-parallel group, even of one rank
         qk_layernorm=a.qk_layernorm,
         layernorm_epsilon=a.layernorm_epsilon,
         normalization="RMSNorm",
@@ -71,7 +71,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
         sequence_parallel=options.sequence_parallel,
-        # With batched messages two of them between the same two ranks are mixed up, silently.
+        # Batched messages mix up two messages between the same two ranks, without an error.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         recompute_granularity=options.recompute_granularity,

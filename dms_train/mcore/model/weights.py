@@ -101,7 +101,7 @@ def load(
     """Fill this rank's chunks; reads only the part of each tensor that the rank holds.
 
     Raises:
-        ModelError: On every rank alike, when a tensor of one cannot be used: it has another shape
+        ModelError: On every rank alike, when any rank cannot use a tensor. It has another shape
             than the configuration states, or holds NaN or infinite numbers.
     """
     with _agreed():

@@ -86,8 +86,8 @@ class PassGraph:
     def stream(self) -> Iterator[None]:
         """Queue the GPU's work inside the block on the captured stream.
 
-        Autograd accumulates a gradient on the stream on which its parameter was first used, so the
-        gradient buffers are built inside such a block, and passes run inside one.
+        Autograd accumulates a gradient on the stream that first used its parameter. The gradient
+        buffers are therefore built inside such a block, and passes run inside one.
         """
         outer = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outer)

@@ -42,7 +42,7 @@ def _merge(addends: Tensor) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """Split fp32 [b, n] into [b, PARTS * n] that adds up exactly; gradients are merged back."""
+    """Split fp32 [b, n] into [b, EXACT_PARTS * n] that adds up exactly; merge gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,7 +68,7 @@ class _Merge(torch.autograd.Function):
 
 
 def pack(state: StageState) -> Tensor:
-    """Pack the parts into one stage tensor."""
+    """Pack a stage state into one stage tensor."""
     row = _Split.apply(state.eviction_stats, state.student.dtype)
     row = F.pad(row, (0, state.student.shape[-1] - row.shape[-1]))[None]
     stacked_rows = [state.student, *([] if state.teacher is None else [state.teacher]), row]
@@ -76,7 +76,7 @@ def pack(state: StageState) -> Tensor:
 
 
 def unpack(tensor: Tensor, *, has_teacher: bool) -> StageState:
-    """Inverse of `pack`."""
+    """Invert `pack`."""
     rows = (tensor.shape[0] - 1) // (2 if has_teacher else 1)
     teacher = tensor[rows : 2 * rows].detach() if has_teacher else None
     eviction_stats = _Merge.apply(tensor[-1, :, : EXACT_PARTS * EVICTION_STATS])

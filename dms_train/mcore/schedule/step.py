@@ -69,7 +69,7 @@ def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
 
 
 def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
-    """Divide the micro-batches of a global batch by its loss positions, on the device."""
+    """Divide the number of micro-batches of a global batch by its number of loss positions."""
     count = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double()
     dist.all_reduce(count, group=view.dp_group)
     return len(batches) * view.dp_size / count.clamp(min=1.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 def merge(
     key: Tensor, value: Tensor, alpha: Tensor, weight: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Merge keys and values with those of earlier tokens; the reference implementation.
+    """Merge keys and values with the keys and values of earlier tokens; reference implementation.
 
     Args:
         key: [s, ..., d], before RoPE.
@@ -35,7 +35,7 @@ def merge(
     k, v = key.to(wide), value.to(wide)
     keys, values, weight_sum = k * wide_weight[..., None], v * wide_weight[..., None], wide_weight
     for m in range(1, min(width, len(key))):
-        # of tokens m and later: the product of their own alpha and those up to m - 1 before
+        # for tokens m and later: product of the token's alpha and the m - 1 alphas before it
         share = share[1:] * alpha.to(wide)[1 : len(alpha) - m + 1]
         weighted_share = (share * wide_weight[:-m])[..., None]
         keys = torch.cat([keys[:m], keys[m:] + weighted_share * k[:-m]])
