@@ -1,11 +1,11 @@
-r"""The answer in a text: its last box, its notation and its unit.
+r"""Answer in a text: its last box, its notation and its unit.
 
 math-verify reads one notation only. `plain_latex` rewrites the others that models use, such as
-`3 1/2`, `0.\overline{3}`, `1\,000` or full-width digits. `split_unit` takes the unit off, because
+`3 1/2`, `0.\overline{3}`, `1\,000` or full-width digits. `split_unit` separates the unit, because
 math-verify drops units without comparing them.
 """
 
-# ruff: noqa: RUF001 - the signs below are those of texts
+# ruff: noqa: RUF001 - the signs below occur in texts
 from __future__ import annotations
 
 import re
@@ -112,7 +112,7 @@ _REWRITTEN = (
 
 
 def full_width_to_ascii(text: str) -> str:
-    """Replace full-width letters, digits and signs by those of ASCII."""
+    """Replace full-width letters, digits and signs by ASCII."""
     return text.translate(_FULL_WIDTH)
 
 
@@ -239,12 +239,12 @@ _LETTERS = re.compile(r"[a-z$€£%](?:\^\{?\d\}?)?|[mgl](?:/| per )[shl](?:\^\{
 
 
 def split_unit(answer: str, *, attached: bool = False) -> Measured:
-    """Take the unit off an answer in plain LaTeX.
+    """Separate the unit from an answer in plain LaTeX.
 
     Args:
         answer: A number or an expression, with or without a unit.
-        attached: Take one letter directly after a number, as in `5m`, as a unit; otherwise it is a
-            variable.
+        attached: Read one letter directly after a number, such as in `5m`, as a unit; otherwise it
+            is a variable.
     """
     for pattern, unit in ((_PERCENT, "%"), (_DEGREES, "deg")):
         if (match := pattern.fullmatch(answer)) and _is_value(match["value"]):

@@ -1,7 +1,7 @@
 """Measurements of an export and its teacher: agreement, cost and self-test.
 
-Both run through the inference engine: the export with the compact cache, the teacher with the dense
-one.
+Both run through the inference engine, the export with the compact cache and the teacher with the
+dense cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dms_train.inference.outputs import RequestOutput
 from dms_train.method.base import MethodSpec
 from dms_train.method.losses import kl_teacher_student
 
-_CHUNK = 64  # tokens between which the compact cache really frees what is evicted
+_CHUNK = 64  # number of tokens after which the compact cache frees evicted tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,12 @@ class Cost:
 
     Attributes:
         cr_factor: Tokens seen over mean tokens held, at the last token of each sequence.
-        kv_reads: Slots attended by a sequence, mean over KV heads: summed over the decoding steps
-            of a generated answer, or over all queries of a text that is only read.
+        kv_reads: Slots attended by a sequence, mean over KV heads. The sum covers the decoding
+            steps of a generated answer, or all queries of a text that is only read.
         prefill_reads: Slots attended by the prompt of an answer; 0 for a text.
-        peak_tokens: Most tokens that a sequence held at a time, mean over KV heads and sequences.
-        cache_bytes: Most bytes that were taken from the system.
+        peak_tokens: Largest number of tokens that a sequence held, mean over KV heads and
+            sequences.
+        cache_bytes: Largest number of bytes that the cache took from the system.
         cr_factors: float64 [layers, kv_heads].
     """
 
@@ -154,8 +155,8 @@ def agreement(
 ) -> Agreement:
     """Score the first `count` samples with the models, token by token through their caches.
 
-    One model is loaded at a time. Hidden states of the texts are kept in its place: logits of all
-    of them would take more memory than the models.
+    One model is loaded at a time. Only the hidden states of the texts stay, because the logits of
+    all texts would take more memory than the models.
 
     Args:
         target: Export and teacher.

@@ -1,4 +1,4 @@
-"""The course of a run from its `metrics.jsonl`, as a picture."""
+"""Plots of the course of a run, drawn from its `metrics.jsonl`."""
 
 from __future__ import annotations
 

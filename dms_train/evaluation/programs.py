@@ -22,7 +22,7 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.program_process import NOT_LIMITED
 
 _PROCESS = Path(__file__).with_name("program_process.py")
-_WALL = 4  # seconds of wall time for one of processor time, for busy machines
+_WALL = 4  # seconds of wall time per second of processor time, for busy machines
 _MEMORY = 2 << 30
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 

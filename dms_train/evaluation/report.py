@@ -166,7 +166,7 @@ def _device(device: str) -> str:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from a source tree
+    except PackageNotFoundError:  # the program runs from a source tree
         return "not installed"
 
 

@@ -62,7 +62,7 @@ class ValidationResult:
         return costs
 
     def numbers(self) -> dict[str, float]:
-        """Return flat metrics. Costs without a prefix are those of generation, if any ran."""
+        """Return flat metrics. Costs without a prefix belong to generation, if any ran."""
         numbers = {"selftest.kl": self.selftest.kl, "selftest.limit": self.selftest.limit}
         if self.agreement is not None:
             numbers |= _agreement_numbers(self.agreement, self.target.window)

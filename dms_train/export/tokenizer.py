@@ -14,7 +14,7 @@ NO_TOKENIZER = (
     f"the export has no {TOKENIZER_FILE}, so it takes and returns token ids only; export it with a "
     "tokenizer, or copy the tokenizer's files into it"
 )
-# AutoTokenizer of transformers 4.57 to 5.23 leaves tokenizer.json unchanged for this class only.
+# AutoTokenizer of transformers 4.57 to 5.23 uses tokenizer.json unchanged for this class only.
 _CLASS = "PreTrainedTokenizerFast"
 _COPIED = (
     "tokenizer.model",

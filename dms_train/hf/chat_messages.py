@@ -29,9 +29,7 @@ def find_lost(
     hidden = [{**m, "content": name} for m, name in zip(messages, names, strict=True)]
     try:
         text = render(hidden)
-    except (
-        Exception
-    ):  # a template may raise anything here, although it accepted the messages themselves
+    except Exception:  # a template may raise anything, although it accepted the messages
         return None
     pairs = zip(messages, names, strict=True)
     lost = (i for i, (m, name) in enumerate(pairs) if m["content"].strip() and name not in text)

@@ -158,7 +158,8 @@ def _special_tokens(*files: dict[str, Any]) -> list[Any]:
 def _without_other_keys(directory: Path, tokenizer: Any) -> dict[str, bool]:
     """Return arguments that stop transformers 5 from adding tokens for keys like `fill_token`.
 
-    Version 4 ignores these keys. In both, a value other than text replaces the value of the file.
+    Version 4 ignores these keys. In both versions, a value other than text replaces the value of
+    the file.
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     values: dict[str, Any] = {}

@@ -22,7 +22,7 @@ class TrainState:
         target_cr: Compression ratio of the last retrofit step.
         channel_scale: Factor on the eviction channel in the last step; 1 is the original model.
         eviction_enabled: Whether the eviction channel makes decisions.
-        skipped_steps: Number of steps in all whose loss or gradient was not finite.
+        skipped_steps: Number of steps without an update, because loss or gradient was not finite.
         skipped_in_a_row: Number of consecutive skipped steps up to the latest step.
         exported: Name of the export that holds the current weights, if one does.
         due_export: Name of the export that still has to be written from these weights.

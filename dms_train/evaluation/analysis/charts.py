@@ -16,7 +16,7 @@ _COLORS = {"Vanilla": "#7b4fa3", "DMS": "#3c9a3c"}  # as in the paper
 _OTHERS = (
     *("#d29a00", "#2b7bba", "#c0392b", "#5f6b6d", "#e377c2", "#17a2a2", "#8c564b", "#1f3a93"),
 )
-_SMALLEST_COST = 1e-9  # a cost of 0 has no place on a logarithmic axis
+_SMALLEST_COST = 1e-9  # a logarithmic axis cannot show a cost of 0
 _SVG = "http://www.w3.org/2000/svg"
 # Without these, matplotlib writes its own address and the date into each figure.
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -15,7 +15,8 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.results import RunResult
 from dms_train.evaluation.scaling.store import Row
 
-_CHAINS, _TEXT = 400, 4000  # most chains of a run, and characters of each, that a page shows
+# Maximum number of chains of a run, and of characters of a chain, on a page.
+_CHAINS, _TEXT = 400, 4000
 _NOTES = (
     "KV reads are those of decoding, summed over the chains of a document; peak tokens are what "
     "its chains hold at the same time, each with its own prompt. Both are means over layers and KV "

@@ -42,7 +42,7 @@ class HarnessOptions:
         tasks: Names of tasks, groups or tags, or paths of their YAML files.
         include_path: Folder with further YAML files.
         num_fewshot: Examples before each question; None takes the task's own.
-        limit: Documents of each task, or their share below 1; None takes all.
+        limit: Number of documents of each task, or a share below 1; None takes all.
         gen_kwargs: Changes of `generation_kwargs`, such as `temperature=0.7,do_sample=true`.
         system_instruction: Text before every prompt.
         apply_chat_template: Turn prompts into chats by the model's template.
@@ -203,7 +203,7 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
         raise EvaluationError(f"task {name}: lm-evaluation-harness has no such task{hint}")
     try:
         loaded: dict[str, Any] = manager.load([name])
-    except Exception as error:  # of the hub, of the files of data sets, of the task's own code
+    except Exception as error:  # errors of the hub, of data sets, of the task's own code
         reason = " ".join(str(error).split())[:200]
         hint = "" if download else "; --download fetches its data set where it is not on this disk"
         raise EvaluationError(f"task {name}: {reason}{hint}") from None

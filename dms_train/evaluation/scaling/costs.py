@@ -29,7 +29,7 @@ def peak_within(trace: KVTrace, tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Most tokens in memory.
+    """Largest number of tokens in memory.
 
     Attributes:
         separate: Every chain holds its own prompt.

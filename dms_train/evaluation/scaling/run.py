@@ -84,9 +84,9 @@ class CheckedRun(NamedTuple):
         task: Task of the options.
         directory: Directory of the model.
         documents: Documents in order.
-        prompts: Text of each.
-        longest: Tokens of the longest prompt.
-        prompt_format: Around them.
+        prompts: Prompt of each document.
+        longest: Number of tokens of the longest prompt.
+        prompt_format: Format around the prompts.
         window: Newest tokens that the policy never evicts; None where it evicts none.
         cr: Compression ratio of the run.
         engine: Engine options.
@@ -282,7 +282,7 @@ def _stored_as(cache_dtype: str) -> dict[str, str]:
 
 
 def _task_config(options: EvaluationOptions) -> dict[str, Any]:
-    """Return the options that decide the documents, which are hashed besides."""
+    """Return the options that decide the documents; the documents themselves are hashed too."""
     names = ("name", "fixture", "limit", "seed", "context_length")
     return {name: getattr(options.task, name) for name in names}
 

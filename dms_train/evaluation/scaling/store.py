@@ -52,7 +52,7 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
         stream.flush()
         os.fsync(stream.fileno())
     try:
-        os.link(written, folder / RUN)  # of several processes that start, one is the first
+        os.link(written, folder / RUN)  # several processes may start; one is the first
         sync_folder(folder)
     except FileExistsError:
         pass

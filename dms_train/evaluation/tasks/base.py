@@ -25,7 +25,7 @@ class Document:
 
     Attributes:
         id: Unique in its task.
-        question: Text of the problem, as the prompt contains it.
+        question: Text of the problem in the wording of the prompt.
         gold: Right answers in the order in which they are asked for; most problems have one.
         details: Further values for the prompt or the scorer; plain JSON.
     """
@@ -77,7 +77,7 @@ class TaskSampling:
     Attributes:
         temperature: 0 is greedy.
         top_p: Share of the probability that is sampled from.
-        max_tokens: Most tokens of an answer; None leaves it to the length of the run.
+        max_tokens: Maximum number of tokens of an answer; None leaves it to the length of the run.
     """
 
     temperature: float = 0.6
@@ -89,11 +89,11 @@ class Task(ABC):
     """Benchmark with a `name`: a module of this package, an entry point or `register_task`.
 
     Attributes:
-        name: On the command line.
-        title: In tables.
+        name: Name on the command line.
+        title: Name in tables.
         scorer: Name of a scorer in `evaluation.scorers`.
         aggregate: Rule for several chains.
-        sampling: Its own settings.
+        sampling: Published sampling settings.
         where: Source of its documents for a user, in a few words.
         source: Its file on the hub; None for a task that is generated or made by the user.
         scores_truncated: True if a text that reached `max_tokens` is scored. Reasoning that is cut

@@ -1,4 +1,4 @@
-"""Long texts to hide something in, and the longest that fits into a prompt."""
+"""Long texts that hide something, and search for the longest that fits a prompt."""
 
 from __future__ import annotations
 

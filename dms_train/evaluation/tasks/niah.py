@@ -1,8 +1,8 @@
 """Needle in a haystack: RULER's `niah_single_2`, one key and one number in running text.
 
 The paper (appendix F.2) uses RULER with essays, 500 prompts and the context length of the
-retrofit. Here the text is a file of the user's (`task.haystack`), keys come from the word lists
-of this package, a regular expression splits sentences, and the length is searched in single words.
+retrofit. Here the user provides the text (`task.haystack`), and keys come from the word lists of
+this package. A regular expression splits sentences, and the length is searched in single words.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Needle(NamedTuple):
     Attributes:
         key: An adjective and a noun.
         value: A number of seven digits.
-        depth: Share of the sentences in front of it, in percent.
+        depth: Share of the sentences before it, in percent.
     """
 
     key: str

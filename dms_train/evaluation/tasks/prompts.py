@@ -1,4 +1,4 @@
-"""Formats that models expect around a prompt, and which of them a tokenizer is made for."""
+"""Formats that models expect around a prompt, and detection of the format of a tokenizer."""
 
 from __future__ import annotations
 
