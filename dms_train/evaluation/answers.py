@@ -2,7 +2,7 @@ r"""Judge whether a text ends in the right answer to a problem.
 
 An answer in a box is extracted like in open-r1, and math-verify compares it. The last `\boxed{}`
 comes first, then an anchored phrase such as "the final answer is $5$". The last number of the text
-never counts. Three cases that math-verify accepts are wrong here: another base (`17_8` for 17),
+never counts. Three answers that math-verify accepts are wrong here: another base (`17_8` for 17),
 another unit (18 m for 18 cm), and a set for a tuple.
 
 The processor time of each math-verify call is limited, so that a busy machine gives the same

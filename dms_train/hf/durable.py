@@ -1,7 +1,7 @@
 """Files that survive a power failure.
 
-Until a file and its folder are synchronised, a file system may lose a rename, or keep the rename
-and lose the content of the file. Standard library only.
+A rename may get lost until the file and its folder are synchronised. A file system may also keep
+the rename and lose the content of the file. Standard library only.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def of_ranks(action: Callable[[], T]) -> list[T]:
     """Run `action` on every rank and return all results in rank order, however long it takes.
 
     Ranks wait in a group of their own, because they would run into the timeout of the training's
-    group, and NCCL would keep their GPUs busy. The end of a rank ends the wait with an error.
+    group. NCCL would also keep their GPUs busy. The end of a rank ends the wait with an error.
     """
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=_PATIENCE_DAYS))
     results: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Long texts that hide something, and search for the longest that fits a prompt."""
+"""Long texts to hide something in, and search for the longest one that fits a prompt."""
 
 from __future__ import annotations
 

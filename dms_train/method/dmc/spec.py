@@ -1,7 +1,7 @@
 """Constants of Dynamic Memory Compression (arXiv:2403.09636).
 
 Sections and appendices are numbered as in the paper. Where the paper is silent, the public code of
-its authors decides: queries and keys use the same eviction channel, the offset is subtracted at
+its authors decides. Queries and keys use the same eviction channel, the offset is subtracted at
 inference too, and keys are merged before RoPE.
 """
 
