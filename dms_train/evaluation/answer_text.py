@@ -234,7 +234,7 @@ _CURRENCY = re.compile(
 _PERCENT = re.compile(rf"(?P<value>.*?){_SPACE}*\\?%", re.DOTALL)
 _DEGREES = re.compile(rf"(?P<value>.*?){_SPACE}*{_DEGREE}", re.DOTALL)
 _SUM_OR_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])|\+|[\dA-Za-z)}]\s*-")
-# units of single letters; a product of letters, or another quotient, is one of variables
+# units of single letters; other products and quotients of letters are read as variables
 _LETTERS = re.compile(r"[a-z$€£%](?:\^\{?\d\}?)?|[mgl](?:/| per )[shl](?:\^\{?\d\}?)?")
 
 

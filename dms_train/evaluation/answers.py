@@ -107,7 +107,7 @@ def verify_answer(attempt: Attempt) -> Verdict:
 
     try:
         return _verify_boxed(attempt.gold.strip(), answer)
-    except TimeoutException:  # a BaseException, of one call
+    except TimeoutException:  # a BaseException; it ends one math-verify call only
         return Verdict.TIMEOUT
 
 

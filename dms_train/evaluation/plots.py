@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Curve = tuple[list[int], list[float]]
-# Parts of names that earlier versions wrote, with today's.
+# Old components of metric names, and their present names.
 _RENAMED = {
     "export_eval": "validate_export",
     "export_tasks": "run_tasks",

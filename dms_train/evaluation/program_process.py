@@ -45,7 +45,7 @@ def _limit(seconds: float, memory: int) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the program with limits on time, memory and output."""
     path, seconds, memory, *function = sys.argv[1:]
     with open(path, encoding="utf-8") as stream:
         source = stream.read()

@@ -194,8 +194,8 @@ class Verifier:
             EvaluationError: A worker does not start.
         """
         stream = iter(items)
-        waiting: deque[_Entry] = deque()  # not given to a worker yet
-        window: deque[tuple[Item, list[_Entry]]] = deque()  # read, and not yielded yet
+        waiting: deque[_Entry] = deque()  # entries that no worker has yet
+        window: deque[tuple[Item, list[_Entry]]] = deque()  # items read, not yielded yet
         most = _AHEAD_PER_WORKER * len(self._workers)
         while True:
             for item in islice(stream, most - len(window)):
@@ -228,7 +228,7 @@ class Verifier:
     def _give(self, worker: _Worker, entry: _Entry) -> None:
         try:
             worker.give(entry, self._limits)
-        except OSError:  # it has ended since its last answer
+        except OSError:  # the worker has ended since its last answer
             self._crashed += 1
             self._replace(worker, Verdict.CRASHED)
 
@@ -260,7 +260,7 @@ def _is_busy(worker: _Worker) -> bool:
 
 def _work(pipe: Connection) -> None:
     """Run a worker process: report that it is ready, then answer attempts until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_WORKER_BYTES, _WORKER_BYTES))
     for name in ("math_verify", "latex2sympy2_extended"):

@@ -140,7 +140,7 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
 
 
 def _rope_base(config: Values) -> float:
-    """Read the base from any place where a transformers version states it; null is absent."""
+    """Read the base from any key that a transformers version uses for it; null means absent."""
     stated_bases: dict[float, str] = {}
     for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
         if block.values.get("rope_theta") is not None:
@@ -265,7 +265,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def _rope_keys(architecture: Architecture) -> dict[str, Any]:
-    """Spell RoPE for transformers 4 and 5; version 4 takes base 10000 without its own key."""
+    """Spell RoPE for transformers 4 and 5; without its own key, version 4 takes base 10000."""
     scaling: dict[str, Any] | None = None
     if architecture.rope_scaling is not None:
         values = asdict(architecture.rope_scaling)

@@ -10,8 +10,8 @@ import errno
 import os
 from pathlib import Path
 
-# Errors for folders that the file system cannot synchronise, as some network ones cannot, or
-# that are not ours to open.
+# Errors of folders that the file system cannot synchronise (some network file systems), or that
+# this user may not open.
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 _NEW_ABOVE = 2
 

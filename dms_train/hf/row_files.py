@@ -16,7 +16,7 @@ from typing import Any
 from dms_train.hf.errors import HFError
 from dms_train.hf.text_files import decode_text
 
-_LONGEST_CELL = 1 << 26  # characters of a cell of a CSV file
+_LONGEST_CELL = 1 << 26  # maximum number of characters of a CSV cell
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -91,7 +91,7 @@ def _parsed(where: str, text: str) -> Any:
     except UnicodeEncodeError:
         raise HFError(f"{where}: the text holds half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # without advice on integers of 4,300 digits
+        reason = str(error).partition(";")[0]  # drops Python's advice on integers of 4,300 digits
         raise HFError(f"{where}: not valid JSON ({reason})") from None
     return value
 

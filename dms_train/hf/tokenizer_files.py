@@ -19,7 +19,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
-# in transformers' order
+# in the order of transformers
 _SPECIAL_KEYS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _LFS_POINTER = "version https://git-lfs"
@@ -140,7 +140,7 @@ def _special_files(directory: Path) -> list[dict[str, Any]]:
     config = _optional_json(directory / TOKENIZER_CONFIG)
     if config.get("added_tokens_decoder") is not None:
         return [config]
-    return [config, _optional_json(directory / _SPECIAL_MAP)]  # of transformers before 4.34
+    return [config, _optional_json(directory / _SPECIAL_MAP)]  # file of transformers before 4.34
 
 
 def _special_tokens(*files: dict[str, Any]) -> list[Any]:

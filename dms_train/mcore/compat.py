@@ -220,7 +220,7 @@ def rng_state_setter() -> tuple[Any, str]:
 
 
 def close_process_groups() -> None:
-    """Close megatron's groups, which it only drops; each holds threads and connections."""
+    """Close megatron's groups, which hold threads and connections; megatron only drops them."""
     for group in parallel_state._global_process_group_list or ():
         if group is not None:
             dist.destroy_process_group(group)

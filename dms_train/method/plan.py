@@ -38,7 +38,7 @@ class StepPlan:
     noise: bool = True
 
     def __post_init__(self) -> None:
-        _ = self.token_loss  # an unknown name is refused
+        _ = self.token_loss  # raises for an unknown name
         if self.eviction not in get_args(Eviction):
             choices = ", ".join(get_args(Eviction))
             raise ValueError(f"eviction={self.eviction}: choose one of {choices}")

@@ -63,7 +63,8 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
             f"method spec version {version}: this version of dms-train reads up to {SPEC_VERSION}; "
             "install a newer dms-train"
         )
-    kind = _kind(values)  # after the version, because a newer one may have methods of its own
+    # after the version, because a newer version may have methods of its own
+    kind = _kind(values)
     current = {key: value for key, value in values.items() if key != "version"} | {KIND: kind}
     for earlier in range(version, SPEC_VERSION):
         current = _UPGRADES[earlier](current)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])  # arrays are quicker for few numbers
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])  # numpy is faster for few numbers
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9

@@ -20,7 +20,7 @@ from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.state import TrainState
 
-# On slow storage the files of a checkpoint take longer to delete than other ranks wait for rank 0.
+# On slow storage, deleting a checkpoint takes longer than other ranks wait for rank 0.
 _REMOVAL_PATIENCE_SECONDS = 30.0
 
 
@@ -166,7 +166,8 @@ def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
     temporary = [path for path in checkpoints if path.name <= saved.name and _is_temporary(path)]
     old = temporary[: max(0, len(temporary) - keep)]
     for path in old:
-        left = path.with_name(f"{path.name}.removed.partial")  # never half of a checkpoint
+        # renamed first, so that no reader sees half of a checkpoint
+        left = path.with_name(f"{path.name}.removed.partial")
         try:
             path.rename(left)
         except OSError as error:
@@ -176,7 +177,7 @@ def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
 
 
 def remove_unfinished(folder: Path, removals: Removals) -> None:
-    """Delete what interrupted saves left, except a checkpoint that was not replaced yet."""
+    """Delete the remains of interrupted saves, except a checkpoint that was not replaced yet."""
     for path in folder.glob("step_*.partial"):
         whole = path.with_name(path.name.partition(".")[0])
         if path.name.endswith(".old.partial") and not whole.exists():

@@ -146,7 +146,7 @@ def _chains(result: RunResult) -> str:
     more = f", the first {_CHAINS:,} of {len(rows):,}" if len(rows) > _CHAINS else ""
     files = ", ".join(str(folder / "chains") for folder in result.folders)
     head = "<th>document</th><th>chain</th><th>tokens</th><th>end</th><th>verdict</th><th>text</th>"
-    if not result.header["publishable"]:  # the authors of the task ask for it
+    if not result.header["publishable"]:  # the authors of the task ask not to publish its items
         rows = [{**row, "text": "(not shown)"} for row in rows]
     body = "".join(_chain(row) for row in rows[:_CHAINS])
     return (

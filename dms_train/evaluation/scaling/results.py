@@ -147,11 +147,11 @@ class RunResult:
         return max((row["peak_allocated_bytes"] for row in rows), default=0)
 
     def measures(self, index: int, width: int) -> list[DocumentMeasure]:
-        """Score and costs of every document within one budget, in the order of `documents`.
+        """Compute score and costs of every document within one budget, in the order of `documents`.
 
         Args:
             index: Index of the length in the sweep.
-            width: Chains that are taken.
+            width: Number of chains that are taken.
         """
         how = Aggregate(self.header["aggregate"])
         limit = length_in_tokens(self.header["config"]["sweep"]["lengths"][index])

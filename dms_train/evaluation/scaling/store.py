@@ -33,7 +33,7 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """Start a run in a folder, or join the one that is there.
+    """Start a run in a folder, or join the run that exists there.
 
     Args:
         folder: Made if absent.
@@ -199,7 +199,7 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[Path]:
-    """Return folders of runs: the given ones, and those below the given ones.
+    """Return the folders of runs at or below the given paths.
 
     Raises:
         EvaluationError: There is none at or below a path.

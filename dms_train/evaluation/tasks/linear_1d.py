@@ -22,7 +22,7 @@ from dms_train.evaluation.tasks.base import (
 )
 from dms_train.evaluation.tasks.gsm8k import meta_prompt
 
-_VARIABLES = "abcdfghijklmnopqrstuvwxyz"  # e is left out there too
+_VARIABLES = "abcdfghijklmnopqrstuvwxyz"  # the original generator leaves out e too
 _ENTROPY = (3.0, 10.0)
 
 

@@ -35,7 +35,7 @@ from dms_train.evaluation.tasks.haystack import (
 )
 
 ANSWER_TOKENS = 128
-DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # percent, as in RULER
+DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # percent, the depths of RULER
 _WORDS = "assets/needle_words.json"
 
 

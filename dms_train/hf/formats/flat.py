@@ -104,7 +104,7 @@ def config_keys(model: ExportedModel) -> dict[str, Any]:
         "dms_initial_alpha_offset": spec.alpha_offset,
         "dms_window_size": spec.window,
         "dms_paged_attention_block_size": model.block_size,
-        "dms_cr": int(model.target_cr),  # rounded down: never more than was requested
+        "dms_cr": int(model.target_cr),  # rounded down, so never above the requested ratio
         "dms_tau": spec.tau,
         **_SWITCHES,
         "dms_decision_shift": spec.decision_shift,

@@ -51,7 +51,7 @@ def find_format(name: str) -> ExportFormat:
     """Return a format by name.
 
     Raises:
-        ExportRefused: There is none of that name; the known ones are listed.
+        ExportRefused: No format has that name; the message lists the known ones.
     """
     if name not in FORMATS:
         raise ExportRefused(f"export format {name!r}: choose one of {', '.join(FORMATS)}")

@@ -48,7 +48,7 @@ def damaged(folder: Path, recorded: dict[str, FileRecord]) -> dict[str, str]:
     def problem(name: str) -> str | None:
         try:
             holds = crc32(folder / name) == recorded[name]["crc32"]
-        except OSError as error:  # a disk or a mount that fails
+        except OSError as error:  # a failing disk or mount
             return f"it cannot be read: {error.strerror or error}"
         return None if holds else "its checksum differs"
 

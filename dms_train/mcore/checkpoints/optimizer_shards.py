@@ -91,7 +91,7 @@ def _in_blocks(
         data=data,
         build_fn=build,
         merge_fn=lambda blocks: torch.cat([block.reshape(-1) for block in blocks]),
-        # one data rank holds each element
+        # exactly one data rank holds each element
         replica_id=(*shard.replica_id[:2], 0),
     )
 
@@ -136,7 +136,7 @@ def blocks(start: int, end: int, shape: tuple[int, ...]) -> list[_Block]:
         return [_Block(start, end, (start,), (end - start,))]
     _, width = shape
     first_whole, last_whole = -(-start // width), end // width
-    if first_whole > last_whole:  # within one row
+    if first_whole > last_whole:  # the run lies within one row
         return [_Block(start, end, (last_whole, start % width), (1, end - start))]
     rectangles = []
     if start % width:

@@ -185,7 +185,7 @@ def verify(path: Path, view: ParallelView) -> None:
         mine = checksums.share(recorded, view.rank, view.world_size)
         for name, reason in checksums.damaged(path, mine).items():
             raise wrong_content(path, name, reason)
-    except DamagedError as error:  # the other ranks wait for it
+    except DamagedError as error:  # the other ranks wait for this outcome
         problem = str(error)
     for reported_problem in groups.values(problem):
         if reported_problem is not None:

@@ -324,7 +324,7 @@ def _why_not_written(error: BaseException) -> str | None:
     """Return the storage's reason; None if the error is about something else."""
     text = str(error)
     if isinstance(error, CheckpointException):
-        # only rank 0 has the cause
+        # only rank 0 knows the cause
         failures = [failure for failure, _ in error.failures.values()]
         text = _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
     if text == _NOTHING_HEARD:

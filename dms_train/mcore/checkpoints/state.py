@@ -18,8 +18,8 @@ from dms_train.mcore.checkpoints.checksums import FileRecord
 from dms_train.mcore.errors import CheckpointError, DamagedError
 
 STATE_FILE = "run_state.json"
-FORMAT = 2  # raised when a checkpoint of an earlier version can no longer be read
-# Keys of the file itself; the rest is the caller's.
+FORMAT = 2  # increased when this version cannot read checkpoints of earlier versions
+# Keys of the file itself; the caller provides all others.
 _FORMAT, _FILES, _CHECKSUM = "format", "files", "checksum"
 
 
@@ -79,7 +79,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(state_file.read_text())
         files, written = state[_FILES], state.get(_FORMAT, 1)
-        # the first versions recorded no checksum
+        # checkpoints of the first versions have no checksum
         whole = (written != FORMAT and _CHECKSUM not in state) or _checksum(state) == state[
             _CHECKSUM
         ]

@@ -63,11 +63,11 @@ class MethodState:
         self.target: float | Tensor = 0.0
         self.channel_scale: float | Tensor = 1.0
         if fused_on is not None:
-            # at addresses that stay, so that a CUDA graph reads the values of the current step
+            # fixed addresses, from which a CUDA graph reads the values of the current step
             self.step = torch.zeros((), dtype=torch.int64, device=fused_on)
             self.target = torch.zeros((), dtype=torch.float64, device=fused_on)
             self.channel_scale = torch.ones((), device=fused_on)
-        self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
+        self._dense_stats: dict[tuple[int, int, int], Tensor] = {}
 
     def set_plan(self, plan: StepPlan) -> None:
         """Make `plan` the plan of the next passes."""
@@ -109,12 +109,12 @@ class MethodState:
         `like` is any tensor [s, b, g, ...] of the layer.
         """
         s, b, g = like.shape[:3]
-        stats = self._dense_sides.get((s, b, g))
+        stats = self._dense_stats.get((s, b, g))
         if stats is None or stats.device != like.device:
             # filled on the device: a tensor of Python numbers would wait for a copy
             values = (0.0, float(s * g), g * (s + 1) / 2)
             stats = torch.stack([torch.full((b,), v, device=like.device) for v in values], 1)
-            self._dense_sides[s, b, g] = stats
+            self._dense_stats[s, b, g] = stats
         return stats
 
 

@@ -127,7 +127,7 @@ class DMSModel(GPTModel):
         self.method = method
         self.records_logits = False
         self._stage_input: Tensor | None = None
-        # in a list, so that the teacher is no submodule: not in DDP, optimizer or checkpoint
+        # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[DMSModel] = []
 
     @property
@@ -187,7 +187,8 @@ class DMSModel(GPTModel):
         ) -> tuple[Tensor, Tensor]:
             for layer in self.decoder.layers[first:last]:
                 attention = layer.self_attention
-                # kept with the recomputed unit, so right also when an older micro-batch returns
+                # the recomputed unit keeps both, so recomputation reads the values of its own
+                # micro-batch
                 attention.noise_keys, attention.documents = noise_keys, documents
                 hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rope)
                 eviction_stats = eviction_stats + attention.eviction_stats

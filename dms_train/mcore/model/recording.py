@@ -60,7 +60,8 @@ def record(
         with torch.no_grad():
             run_schedule(
                 chunks,
-                [batch] * view.pp_size,  # the interleaved schedule takes multiples only
+                # the interleaved schedule takes multiples of the pipeline size only
+                [batch] * view.pp_size,
                 _forward_step(view, outputs),
                 config,
                 has_teacher=False,

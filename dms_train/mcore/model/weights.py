@@ -155,7 +155,7 @@ def _part(
     if not getattr(parameter, "tensor_model_parallel", False) or view.tp_size == 1:
         return _checked(name, source.get(name), shape)
     dim = parameter.partition_dim
-    # a vocabulary is padded to a multiple of the ranks, everything else divides
+    # a vocabulary is padded to a multiple of the ranks; other sizes are divisible by them
     size = parameter.shape[dim] if _is_vocabulary(name) else shape[dim] // view.tp_size
     start, stop = (min((view.tp_rank + i) * size, shape[dim]) for i in (0, 1))
     wanted = (*shape[:dim], stop - start, *shape[dim + 1 :])
@@ -213,7 +213,7 @@ def gather(
                 full = torch.empty(shape, dtype=dtype, device=view.device)
                 dist.recv(full, owner[1])
             yield from mapping.to_hf(entry, full.cpu(), architecture).items()
-        # in lockstep: no rank waits longer than rank 0 takes to write one shard
+        # in lockstep, so that ranks wait no longer than rank 0 takes to write one shard
         dist.barrier()
 
 

@@ -101,7 +101,7 @@ class PassGraph:
         """Free the memory of the graph; the next steps run eagerly and capture another."""
         if self._captured is not None:
             self._captured = None
-            torch.cuda.empty_cache()  # a pool that was private to the graph
+            torch.cuda.empty_cache()  # the memory pool was private to the graph
         self._key = None
 
     def begin_step(self, computation: Hashable, microbatches: int) -> None:

@@ -96,7 +96,7 @@ def _loss_function(
         eviction_stats = EvictionStats.of(output[1])
         aux_loss = context.method.loss(eviction_stats, decisions, context.target, context.options)
         counted = EvictionStats.of(output[1].detach().double())
-        # Own tensors: the schedule divides the returned loss in place.
+        # Separate tensors, because the schedule divides the returned loss in place.
         report = {
             name: term.detach().double()
             for name, term in zip(context.statistics.terms, terms, strict=True)

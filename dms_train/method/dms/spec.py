@@ -11,7 +11,7 @@ from dms_train.method.base import LayerSizes, MethodOptions, MethodSpec
 _FP32 = 4
 # float32 numbers per KV head and token: alpha, the negated logit and log(1 - alpha)
 _DECISION_VALUES = 3
-_FUSED_DECISION_VALUES = 1  # the logit alone
+_FUSED_DECISION_VALUES = 1  # fused kernels keep the logit alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
