@@ -29,7 +29,7 @@ _CHUNK = 64  # number of tokens after which the compact cache frees evicted toke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTarget:
-    """The two models and where they run.
+    """Export and teacher, and their device.
 
     Attributes:
         export: Directory of the export.
@@ -109,7 +109,7 @@ class WindowOnly:
 
     Attributes:
         kl: KL(teacher || control), nats per token.
-        loss: Its next-token loss, nats per token.
+        loss: Next-token loss of the control, nats per token.
         cost: Cost of its cache.
     """
 
@@ -120,11 +120,11 @@ class WindowOnly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestResult:
-    """The self-test of the export, computed through the compact cache.
+    """Result of the self-test of the export, computed through the compact cache.
 
     Attributes:
         kl: KL(recorded || computed), nats per token.
-        limit: Largest that passes.
+        limit: Largest KL that passes.
     """
 
     kl: float
@@ -137,11 +137,11 @@ class SelfTestResult:
 
 
 class _Reading(NamedTuple):
-    """Hidden states of texts; the logits are products of both.
+    """Hidden states of texts, and the weight that maps them to logits.
 
     Attributes:
         hidden: Last hidden states of each text, [tokens, hidden], on the host.
-        head: Weight of its output layer, [vocab, hidden].
+        head: Weight of the output layer, [vocab, hidden].
         cost: Cost of its cache.
     """
 
@@ -161,8 +161,8 @@ def agreement(
     Args:
         target: Export and teacher.
         samples: The text; of packed samples each document is a text of its own.
-        count: Samples to take.
-        window_only: Score the control too.
+        count: Number of samples to take.
+        window_only: Also score the control.
     """
     texts = [text for number in range(count) for text in samples[number].documents()]
     teacher = _read(target.teacher, texts, target.device, cache="dense")

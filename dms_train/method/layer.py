@@ -40,7 +40,7 @@ class LayerPass(NamedTuple):
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
         sum_ranks: Sum over the tensor-parallel ranks; its gradient is summed too.
         first_rank: Whether the rank holds the model's first heads.
-        heads: KV heads of all ranks.
+        heads: Number of KV heads of all ranks.
         recorded: Whether to return logits and slots of every KV head.
     """
 
@@ -65,7 +65,7 @@ class Decided(NamedTuple):
         stats: Columns of `EvictionStats`, sums over the KV heads, float32 [b, 3 or 4]; a method
             without a loss of its own leaves out the last column.
         logits: Decision logits [s, b, g], detached; None from kernels.
-        held: Slots at the last token, int64 [b, g]; None from kernels.
+        held: Number of slots at the last token, int64 [b, g]; None from kernels.
     """
 
     log_keep: Tensor
@@ -79,7 +79,8 @@ class LayerKernels(NamedTuple):
 
     Attributes:
         decide: Map activations, float32 [s, b, g], to `log_keep` and `stats` of `Decided`.
-        decide_merges: Likewise, with alpha [s, b, g] in front; 0 for a token without predecessor.
+        decide_merges: Do the same, and return alpha [s, b, g] first; 0 for a token without
+            predecessor.
         merge: Kernel for `method.dmc.merge.merge`.
     """
 

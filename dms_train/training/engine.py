@@ -1,4 +1,4 @@
-"""Protocols of the objects that the loop calls."""
+"""Protocols of the objects that the training loop calls."""
 
 from __future__ import annotations
 

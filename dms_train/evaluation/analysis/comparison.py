@@ -1,4 +1,4 @@
-"""Methods beside each other: points of each task, their averages, and margins with intervals."""
+"""Comparison of methods: points of each task, their averages, and margins with intervals."""
 
 from __future__ import annotations
 

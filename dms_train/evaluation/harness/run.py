@@ -102,7 +102,7 @@ def load_tasks(options: HarnessOptions) -> list[Any]:
 def evaluate(
     model: str, engine_options: EngineOptions, tasks: list[Any], options: HarnessOptions
 ) -> dict[str, Any]:
-    """Return results in the form of lm-evaluation-harness, with samples and a block `dms`.
+    """Evaluate tasks; return results in the form of lm-evaluation-harness, with a block `dms`.
 
     Args:
         model: Directory or hub id (local cache only).

@@ -50,7 +50,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # the adjoint of the split as `_Merge.backward` sends it: an exact split of the gradient
+        # `_Merge.backward` sends an exact split of the gradient, so merging it is the adjoint
         return _merge(grad), None
 
 
