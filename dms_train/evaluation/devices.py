@@ -33,7 +33,7 @@ def require_memory(directory: Path, device: str) -> None:
     """Refuse a model whose weights alone do not fit the free memory of a GPU.
 
     Raises:
-        EvaluationError: They do not.
+        EvaluationError: The weights do not fit.
     """
     if not device.startswith("cuda"):
         return

@@ -255,7 +255,7 @@ def run_selftest(export: Path, device: str) -> SelfTestResult:
 
     Raises:
         FileNotFoundError: The export has no self-test.
-        ValueError: It is broken.
+        ValueError: The self-test is damaged.
     """
     reference = SelfTest.load(export)
     llm = LLM(export, dtype=reference.dtype, device=device, max_num_seqs=1, prefill_chunk=_CHUNK)

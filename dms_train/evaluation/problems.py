@@ -78,7 +78,7 @@ def check_prompts(documents: list[Document], directory: Path, architecture: Arch
     """Fail if the model in `directory` cannot read the prompts.
 
     Raises:
-        EvaluationError: It has no tokenizer, or a prompt is too long for it.
+        EvaluationError: The model has no tokenizer, or a prompt is too long for it.
     """
     tokenizer = load_tokenizer(directory)
     longest = max(

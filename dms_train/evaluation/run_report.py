@@ -73,7 +73,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run folder.
 
     Raises:
-        EvaluationError: It holds no metrics.
+        EvaluationError: The folder holds no metrics.
     """
     file, config = folder / "metrics.jsonl", folder / "config.yaml"
     rows = read_rows(file) if file.is_file() else []

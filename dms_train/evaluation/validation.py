@@ -127,7 +127,7 @@ def validate(
 
     Raises:
         FileNotFoundError: The problems file or the self-test is absent.
-        ValueError: One of them, or a model, cannot be used.
+        ValueError: The problems, the self-test or a model cannot be used.
     """
     compared = None
     controlled = options.window_only and target.window > 0  # without a window there is no control

@@ -291,8 +291,8 @@ class WeightReader:
         """Read the tensor to the CPU in its stored dtype.
 
         Raises:
-            KeyError: It is absent.
-            HFError: It holds NaN or infinite numbers, or cannot be read.
+            KeyError: The tensor is absent.
+            HFError: The tensor holds NaN or infinite numbers, or cannot be read.
         """
         return self._read(name, lambda file: file.get_tensor(name))
 

@@ -296,7 +296,7 @@ class McoreEngine:
             wait: Return when it is complete; otherwise `finish_save` reports it.
 
         Raises:
-            SaveError: It cannot be written; the same on every rank.
+            SaveError: The checkpoint cannot be written; the same on every rank.
         """
         self._save(path, self._optimizer, state)
         if wait:
@@ -306,7 +306,7 @@ class McoreEngine:
         """Return a checkpoint whose writing has ended, or must end now; None without one.
 
         Raises:
-            SaveError: It could not be written; the same on every rank.
+            SaveError: The checkpoint could not be written; the same on every rank.
         """
         return self._saver.finish(wait=wait)
 
@@ -336,7 +336,7 @@ class McoreEngine:
 
         Raises:
             CheckpointError: See `checkpoint.verify` and `checkpoint.load`.
-            ModelError: Its weights hold NaN or infinite numbers.
+            ModelError: The weights hold NaN or infinite numbers.
         """
         if not verified:
             checkpoint.verify(path, self.view)

@@ -41,7 +41,7 @@ def options_of(values: Mapping[str, Any]) -> type[MethodOptions]:
     """Return the class of a `method` block.
 
     Raises:
-        ValueError: It names no method; the message lists the known ones.
+        ValueError: The block names no method; the message lists the known ones.
     """
     return OPTIONS[_kind(values)]
 
@@ -52,7 +52,7 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
     A specification without a `version` is of version 1.
 
     Raises:
-        NewerSpecError: Its version is newer than `SPEC_VERSION`.
+        NewerSpecError: The stored version is newer than `SPEC_VERSION`.
         ValueError: A key is missing or unknown, or a value cannot be used.
     """
     version = values.get("version", 1) if isinstance(values, Mapping) else 1

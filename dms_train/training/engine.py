@@ -42,7 +42,7 @@ class TrainEngine(Protocol):
         """Write weights, optimizer and the JSON state, in the background unless `wait` is set.
 
         Raises:
-            ValueError: It cannot be written; the same on every rank.
+            ValueError: The checkpoint cannot be written; the same on every rank.
         """
         ...
 
@@ -50,7 +50,7 @@ class TrainEngine(Protocol):
         """Return a checkpoint whose writing has ended, or must end now; None without one.
 
         Raises:
-            ValueError: It could not be written; the same on every rank.
+            ValueError: The checkpoint could not be written; the same on every rank.
         """
         ...
 

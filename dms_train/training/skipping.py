@@ -39,7 +39,7 @@ class SkipRecord:
         """Record a step that has ended; `state` is the position after it.
 
         Raises:
-            DivergenceError: It was the last of `max_consecutive` skipped steps in a row.
+            DivergenceError: The step was the last of `max_consecutive` skipped steps in a row.
         """
         if not result.skipped:
             state.skipped_in_a_row = 0

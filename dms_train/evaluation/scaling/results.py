@@ -255,7 +255,7 @@ def load_all(paths: Iterable[Path]) -> list[RunResult]:
     """Load every configuration at or below some paths; folders with the same one are merged.
 
     Raises:
-        EvaluationError: There is none, or one is damaged.
+        EvaluationError: No path holds a run, or a run is damaged.
     """
     groups: dict[str, list[Path]] = {}
     for folder in dict.fromkeys(find_runs(paths)):

@@ -83,7 +83,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     """Return the content of `run.json` in a folder.
 
     Raises:
-        EvaluationError: There is none, or it is damaged or of another program.
+        EvaluationError: The file is absent, damaged, or from another program.
     """
     try:
         content = json.loads((folder / RUN).read_text(encoding="utf-8"))
@@ -202,7 +202,7 @@ def find_runs(paths: Iterable[Path]) -> Iterator[Path]:
     """Return the folders of runs at or below the given paths.
 
     Raises:
-        EvaluationError: There is none at or below a path.
+        EvaluationError: No run lies at or below a path.
     """
     for path in paths:
         folders = sorted({file.parent for file in path.rglob(RUN)})

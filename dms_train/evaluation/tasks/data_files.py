@@ -33,7 +33,7 @@ class DataSource:
         """Return the file in the local cache of the hub; only `download` uses the network.
 
         Raises:
-            EvaluationError: It is not there, or cannot be downloaded.
+            EvaluationError: The file is not in the cache, or cannot be downloaded.
         """
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError

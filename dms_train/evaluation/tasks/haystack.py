@@ -19,7 +19,7 @@ def read_words(path: Path) -> list[str]:
     """Return the words of a text file.
 
     Raises:
-        EvaluationError: It holds no text, or is not UTF-8.
+        EvaluationError: The file holds no text, or is not UTF-8.
         FileNotFoundError: There is no such file.
     """
     try:

@@ -168,7 +168,7 @@ class CheckpointSaver:
         """Return the checkpoint that was begun if it is complete or `wait` is set; else None.
 
         Raises:
-            SaveError: It could not be written; no partial files remain.
+            SaveError: The checkpoint could not be written; no partial files remain.
         """
         save = self._save
         if save is None:

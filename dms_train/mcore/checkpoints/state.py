@@ -62,7 +62,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: The folder is absent, incomplete, truncated or cannot be read.
-        CheckpointError: It was written by a version with another format.
+        CheckpointError: A version with another format wrote the checkpoint.
     """
     try:
         return _read_state(path)

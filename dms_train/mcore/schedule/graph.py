@@ -43,7 +43,7 @@ class GraphInputs:
         """Copy the tensors of another micro-batch.
 
         Raises:
-            ModelError: Its tensors have other shapes.
+            ModelError: The tensors of `batch` have other shapes.
         """
         own, given = [self.scale, *self.batch[:4]], [scale, *batch[:4]]
         if [tensor.shape for tensor in own] != [tensor.shape for tensor in given]:
