@@ -31,9 +31,9 @@ class Box(NamedTuple):
     """A box in a text.
 
     Attributes:
-        start: Index of its command.
+        start: Index of the command of the box.
         content: Content of the box; empty if it is empty, not closed or continued afterwards.
-        end: Index after it.
+        end: Index after the box.
     """
 
     start: int
@@ -209,8 +209,8 @@ class Measured(NamedTuple):
 
     Attributes:
         value: The answer without its unit.
-        unit: Its unit, by one name for each, such as `mi/h` or `cm^2`; empty without one, or for
-            words that are no unit of measurement, such as `apples`.
+        unit: Unit of the answer, by one name for each unit, such as `mi/h` or `cm^2`; empty without
+            one, or for words that are no unit of measurement, such as `apples`.
     """
 
     value: str

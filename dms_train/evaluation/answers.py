@@ -44,7 +44,7 @@ class Verdict(StrEnum):
 
     Attributes:
         CORRECT: The answer equals the gold answer.
-        WRONG: It does not, or two different answers are given.
+        WRONG: The answer differs from the gold answer, or two different answers are given.
         NO_ANSWER: The text has no complete answer in the required form.
         UNFINISHED: The text ends within its reasoning.
         UNREADABLE_GOLD: The gold answer is no expression, so nothing can be compared.

@@ -59,9 +59,9 @@ class DocumentOptions:
     """Documents of a task to evaluate.
 
     Attributes:
-        path: File of its documents; None generates them, where the task can.
+        path: File of documents; None generates documents, for tasks that can.
         hub: Take the file of the task's data set from the local cache of the hub.
-        download: Fetch it from the hub where it is absent.
+        download: Fetch the file from the hub if the cache lacks it.
         sha256: Required hash of the file; None accepts any.
         subset: Accept another number of documents than were published.
         fixture: Take the five documents that ship with the package.

@@ -46,7 +46,7 @@ class Accuracy:
 
     Attributes:
         share: Share of the problems that are answered right.
-        cost: Cost of its cache.
+        cost: Cost of the model's cache.
     """
 
     share: Estimate

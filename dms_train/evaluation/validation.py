@@ -36,7 +36,7 @@ class ValidationResult:
         selftest: Result of the export's self-test.
         accuracies: Accuracy of `teacher`, `student` and `window_only`; empty without problems.
         num_sheets: Number of sheets that were answered.
-        num_problems: Number of problems on them.
+        num_problems: Number of problems on these sheets.
         seconds: Duration of the process, training included.
     """
 

@@ -68,7 +68,7 @@ class Limits(NamedTuple):
 
     Attributes:
         processor: Seconds that the worker may spend on a processor.
-        clock: Seconds until it must have answered.
+        clock: Seconds of wall time until the worker must have answered.
     """
 
     processor: float = PROCESSOR_SECONDS

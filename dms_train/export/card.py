@@ -54,7 +54,7 @@ class BaseModel:
     Attributes:
         name: Hub id or name of its folder; None for a model trained from scratch.
         hub_id: Its id on the hub, if the run named the model by its id.
-        front_matter: Inherited keys of its own card.
+        front_matter: Inherited keys of the model's own card.
     """
 
     name: str | None = None
@@ -118,9 +118,9 @@ def render(
 
     Args:
         architecture: The model.
-        base: The model it was made from.
+        base: Model that the export was made from.
         compressed: Retrofitted model and its format; None for a dense model.
-        pooled_from: KV heads of the base model if the weights are averages of its heads.
+        pooled_from: Number of KV heads of the base model if the weights are averages of its heads.
         code_files: Names of the export's code files for transformers.
     """
     front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}

@@ -53,7 +53,7 @@ def shipped_code(family: str, method: str) -> dict[str, str]:
 
     Args:
         family: Model family.
-        method: Name of the method. Without code for transformers there are no files.
+        method: Name of the method. A method without code for transformers has no files.
     """
     copied = {
         file.name: file.read_text("utf-8") for file in sorted(_SHIPPED.glob(f"*_{method}.py"))

@@ -336,7 +336,7 @@ class WeightWriter:
 
     Args:
         directory: Existing directory without weights of the same names.
-        max_shard_bytes: A shard is written before it would exceed this size.
+        max_shard_bytes: Maximum size of a shard, unless a single tensor is larger.
     """
 
     @typed

@@ -292,7 +292,7 @@ class McoreEngine:
 
         Args:
             path: Folder of the checkpoint, which appears when it is complete.
-            state: JSON values to store with it.
+            state: JSON values to store with the checkpoint.
             wait: Return when it is complete; otherwise `finish_save` reports it.
 
         Raises:
@@ -330,9 +330,10 @@ class McoreEngine:
         """Load a checkpoint and return its JSON state.
 
         Args:
-            path: Its folder.
+            path: Folder of the checkpoint.
             with_optimizer: Load the optimizer's state too.
-            verified: Its checksums were compared already; otherwise all ranks compare them first.
+            verified: True if the checksums were compared already; otherwise all ranks compare them
+                first.
 
         Raises:
             CheckpointError: See `checkpoint.verify` and `checkpoint.load`.

@@ -133,7 +133,8 @@ def _svg(figure: Figure, title: str, texts: Mapping[str, str]) -> str:
 
     Args:
         figure: The figure.
-        title: Its name for screen readers, and the salt of its ids, which a page must not repeat.
+        title: Name of the figure for screen readers, and salt of its ids. Every figure of a page
+            needs its own title.
         texts: Text that an element shows on hover, by the element's id.
     """
     from matplotlib import rc_context

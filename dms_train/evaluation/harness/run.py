@@ -147,7 +147,7 @@ def write_results(results: dict[str, Any], folder: Path, *, samples: bool) -> No
 
     Args:
         results: From `evaluate`.
-        folder: Output folder; made if it is not there.
+        folder: Output folder; created if absent.
         samples: Also write prompts, answers and scores of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)

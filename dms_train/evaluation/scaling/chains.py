@@ -33,8 +33,8 @@ class GeneratedChain:
     """One continuation with its costs.
 
     Attributes:
-        output: Generated text and its costs.
-        trace: Its costs at each token.
+        output: Generated text, with total costs.
+        trace: Costs of the chain at each token.
     """
 
     output: CompletionOutput

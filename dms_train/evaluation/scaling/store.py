@@ -36,7 +36,7 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
     """Start a run in a folder, or join the run that exists there.
 
     Args:
-        folder: Made if absent.
+        folder: Folder of the run; created if absent.
         header: Content of `run.json`; `config` and `config_hash` decide whether it is the same run.
 
     Returns:

@@ -24,7 +24,7 @@ class Document:
     """One problem.
 
     Attributes:
-        id: Unique in its task.
+        id: Name of the document, unique in its task.
         question: Text of the problem in the wording of the prompt.
         gold: Right answers in the order in which they are asked for; most problems have one.
         details: Further values for the prompt or the scorer; plain JSON.
@@ -94,11 +94,11 @@ class Task(ABC):
         scorer: Name of a scorer in `evaluation.scorers`.
         aggregate: Rule for several chains.
         sampling: Published sampling settings.
-        where: Source of its documents for a user, in a few words.
-        source: Its file on the hub; None for a task that is generated or made by the user.
+        where: Source of the documents for a user, in a few words.
+        source: File of the task on the hub; None for a task that is generated or made by the user.
         scores_truncated: True if a text that reached `max_tokens` is scored. Reasoning that is cut
             off is wrong; a short answer of fixed length is not.
-        published: Rows of its file where there is no `source`; None for any number.
+        published: Number of rows of a file without `source`; None accepts any number.
         publishable: True if a report may show what a model wrote about a document.
         fixtures: Folder of NAME.jsonl with the few documents of `task.fixture=true`.
     """

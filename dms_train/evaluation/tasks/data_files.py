@@ -21,8 +21,8 @@ class DataSource:
 
     Attributes:
         repo: Data set on the hub.
-        file: Its file.
-        rows: Documents that were published.
+        file: File in that data set.
+        rows: Number of published documents.
     """
 
     repo: str

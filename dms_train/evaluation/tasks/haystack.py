@@ -46,7 +46,8 @@ def largest_fit(length_of: Callable[[int], int], limit: int, what: str) -> int:
     """Return the largest size whose prompt is at most `limit` tokens long.
 
     Args:
-        length_of: Tokens of the prompt of a size; it grows with the size.
+        length_of: Function that returns the number of tokens of the prompt of a size; grows with
+            the size.
         limit: Maximum number of tokens.
         what: Name of the task, for the refusal.
 

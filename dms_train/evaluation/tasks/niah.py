@@ -79,7 +79,7 @@ class Needle(NamedTuple):
     Attributes:
         key: An adjective and a noun.
         value: A number of seven digits.
-        depth: Share of the sentences before it, in percent.
+        depth: Share of the sentences before the needle, in percent.
     """
 
     key: str

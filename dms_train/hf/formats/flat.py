@@ -32,10 +32,10 @@ class Limits:
 
     Attributes:
         families: Model families with DMS code.
-        decision_shift: The only shift it supports.
-        clear_after_rope: Whether it clears the eviction channel again after RoPE.
-        max_group: Most query heads per KV head its kernels take.
-        max_head_size: Largest head size its kernels take.
+        decision_shift: The only supported shift.
+        clear_after_rope: Whether the program clears the eviction channel again after RoPE.
+        max_group: Maximum number of query heads per KV head in its kernels.
+        max_head_size: Maximum head size in its kernels.
     """
 
     families: tuple[str, ...]

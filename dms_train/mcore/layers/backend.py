@@ -36,7 +36,7 @@ class LayerBackend(NamedTuple):
         reason: Reason for the choice.
         norm: Norms that are not fused with a linear layer.
         norm_linear: Projection out of the residual stream.
-        row: Projection back into it.
+        row: Projection back into the residual stream.
         fuses_norm: Whether `norm_linear` normalises its input.
         norm_name: Package that `norm` comes from.
     """
