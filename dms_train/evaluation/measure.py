@@ -251,7 +251,7 @@ def _cost(total: TotalKV, kv_reads: float, prefill_reads: float, peak_tokens: fl
 
 
 def run_selftest(export: Path, device: str) -> SelfTestResult:
-    """Compare what the export records of the trained model with what the compact cache computes.
+    """Compare the recorded output of the trained model with the output of the compact cache.
 
     Raises:
         FileNotFoundError: The export has no self-test.

@@ -100,7 +100,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If the file is absent.
-        ValueError: If its header is unreadable or its length is not what the header states.
+        ValueError: If its header is unreadable, or the length of the file differs from the header.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: weight file is missing; copy the directory again")
@@ -209,7 +209,8 @@ class WeightReader:
             extra: Names of further tensors that the caller reads.
 
         Returns:
-            A warning that names ignored tensors, which change nothing; None without such tensors.
+            A warning that names tensors without effect, which are ignored; None without such
+            tensors.
 
         Raises:
             HFError: A tensor is missing, has another shape, or would be ignored.

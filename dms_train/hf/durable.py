@@ -10,8 +10,8 @@ import errno
 import os
 from pathlib import Path
 
-# Errors of folders that the file system cannot synchronise (some network file systems), or that
-# this user may not open.
+# Errors of folders that this user may not open, or that the file system cannot synchronise. Some
+# network file systems cannot.
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 _NEW_ABOVE = 2
 

@@ -173,7 +173,7 @@ class MethodOptions(MethodSpec):
         return self.spec.to_dict()
 
     def kept_bytes(self, sizes: LayerSizes) -> int:
-        """Return how many bytes the method adds to what a layer keeps for its backward pass.
+        """Return the number of bytes that a layer keeps for the backward pass of the method.
 
         The projections and the arguments that attention keeps do not count.
         """

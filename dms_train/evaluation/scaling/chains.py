@@ -1,4 +1,4 @@
-"""Generates the chains of documents and traces what each of them costs."""
+"""Generation of the chains of documents, with a trace of the costs of each."""
 
 from __future__ import annotations
 

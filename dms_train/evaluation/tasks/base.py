@@ -26,7 +26,7 @@ class Document:
     Attributes:
         id: Name of the document, unique in its task.
         question: Text of the problem in the wording of the prompt.
-        gold: Right answers in the order in which they are asked for; most problems have one.
+        gold: Right answers, in the order of the questions; most problems have one.
         details: Further values for the prompt or the scorer; plain JSON.
     """
 

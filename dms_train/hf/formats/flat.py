@@ -147,8 +147,8 @@ def read_flat(
     Args:
         directory: The export.
         config: Its config.json.
-        conventions: Values of the consumer for what the keys leave open. Values that matter only
-            in training come from our provenance if present.
+        conventions: Values of the consumer for settings that the keys leave open. Values that
+            matter only in training come from our provenance if present.
         adapter: Whether the adapter variant is accepted.
 
     Raises:

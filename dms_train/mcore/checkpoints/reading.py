@@ -133,7 +133,7 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
-    """Yield file and content of everything that is unpickled besides the metadata."""
+    """Yield file and content of every pickle except the metadata."""
     yield COMMON_FILE, (path / COMMON_FILE).read_bytes()
     for index, storage in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):

@@ -196,7 +196,7 @@ class CheckpointSaver:
         self._on_leader(save.path, lambda: _seal(save, gathered), save.partial)
 
     def _discard(self, save: _Save, error: BaseException) -> NoReturn:
-        """Remove what was written; a failure that occurred on rank 0 only is sent to all."""
+        """Remove the written files; send a failure of rank 0 alone to all ranks."""
 
         def fail() -> None:
             raise error

@@ -30,7 +30,7 @@ class PassContext(NamedTuple):
     Attributes:
         method: Method of the model.
         options: Constants of the method and its training.
-        statistics: Slots of what a step measures.
+        statistics: Slots of the measurements of a step.
         step: Global optimizer step, part of the noise key; a number or int64 [].
         target: alpha*, the share that must be evicted; a number or float64 [].
         architecture: Architecture of the model.
