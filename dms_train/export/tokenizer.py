@@ -50,7 +50,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
     config = read_json(config_file) if config_file.is_file() else {}
     if has_tokenizer(source):
         _copy_without_limits(source / TOKENIZER_FILE, directory / TOKENIZER_FILE)
-        # an export holds no code that `auto_map` could name
+        # an export does not hold the tokenizer code that `auto_map` names
         config = {key: value for key, value in config.items() if key != "auto_map"}
         config["tokenizer_class"] = _CLASS
     if config:
