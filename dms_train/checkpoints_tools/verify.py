@@ -39,8 +39,8 @@ def _show(directory: Path, report: Report, window: int) -> None:
         ("top-1 agreement", f"{report.top1_agreement:.2%}", ""),
     ]
     print(f"{directory} (format {read_format(directory)}), {report.tokens} tokens")
-    for check, found, limit in rows:
-        print(f"  {check:<36}{found:>18}{limit:>10}")
+    for check, measured, limit in rows:
+        print(f"  {check:<36}{measured:>18}{limit:>10}")
     if window and report.tokens <= window + 1:
         print(f"note: {report.tokens} tokens fit the window of {window}; nothing expired")
     print("PASS" if report.passed else "FAIL: the export is not the trained model")

@@ -1,11 +1,11 @@
-r"""The answer in a text: its last box, its notation and its unit.
+r"""Answer in a text: its last box, its notation and its unit.
 
 math-verify reads one notation only. `plain_latex` rewrites the others that models use, such as
-`3 1/2`, `0.\overline{3}`, `1\,000` or full-width digits. `split_unit` takes the unit off, because
+`3 1/2`, `0.\overline{3}`, `1\,000` or full-width digits. `split_unit` separates the unit, because
 math-verify drops units without comparing them.
 """
 
-# ruff: noqa: RUF001 - the signs below are those of texts
+# ruff: noqa: RUF001 - the signs below occur in texts
 from __future__ import annotations
 
 import re
@@ -31,9 +31,9 @@ class Box(NamedTuple):
     """A box in a text.
 
     Attributes:
-        start: Index of its command.
+        start: Index of the command of the box.
         content: Content of the box; empty if it is empty, not closed or continued afterwards.
-        end: Index after it.
+        end: Index after the box.
     """
 
     start: int
@@ -112,7 +112,7 @@ _REWRITTEN = (
 
 
 def full_width_to_ascii(text: str) -> str:
-    """Replace full-width letters, digits and signs by those of ASCII."""
+    """Replace full-width letters, digits and signs by ASCII."""
     return text.translate(_FULL_WIDTH)
 
 
@@ -209,8 +209,8 @@ class Measured(NamedTuple):
 
     Attributes:
         value: The answer without its unit.
-        unit: Its unit, by one name for each, such as `mi/h` or `cm^2`; empty without one, or for
-            words that are no unit of measurement, such as `apples`.
+        unit: Unit of the answer, by one name for each unit, such as `mi/h` or `cm^2`; empty without
+            one, or for words that are no unit of measurement, such as `apples`.
     """
 
     value: str
@@ -234,17 +234,17 @@ _CURRENCY = re.compile(
 _PERCENT = re.compile(rf"(?P<value>.*?){_SPACE}*\\?%", re.DOTALL)
 _DEGREES = re.compile(rf"(?P<value>.*?){_SPACE}*{_DEGREE}", re.DOTALL)
 _SUM_OR_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])|\+|[\dA-Za-z)}]\s*-")
-# units of single letters; a product of letters, or another quotient, is one of variables
+# units of single letters; other products and quotients of letters are read as variables
 _LETTERS = re.compile(r"[a-z$€£%](?:\^\{?\d\}?)?|[mgl](?:/| per )[shl](?:\^\{?\d\}?)?")
 
 
 def split_unit(answer: str, *, attached: bool = False) -> Measured:
-    """Take the unit off an answer in plain LaTeX.
+    """Separate the unit from an answer in plain LaTeX.
 
     Args:
         answer: A number or an expression, with or without a unit.
-        attached: Take one letter directly after a number, as in `5m`, as a unit; otherwise it is a
-            variable.
+        attached: Read one letter directly after a number, such as in `5m`, as a unit; otherwise it
+            is a variable.
     """
     for pattern, unit in ((_PERCENT, "%"), (_DEGREES, "deg")):
         if (match := pattern.fullmatch(answer)) and _is_value(match["value"]):
@@ -290,19 +290,19 @@ def _unit_name(text: str) -> str:
     text = re.sub(r"\\[ ,;:!]|~|\\", " ", text.casefold()).strip(" .")
     text = re.sub(r"\s*(?:/|\bper\b)\s*", " / ", text)
     text = re.sub(r"\^\{?([23])\}?", r"^\1", text)
-    parts: list[str] = []
+    factors: list[str] = []
     power = 1
     for word in text.split():
         word, _, exponent = word.rstrip(".").partition("^")
         if word in _PREFIXED:
             power = _PREFIXED[word]
-        elif word == "/" and parts:
-            parts.append("/")
+        elif word == "/" and factors:
+            factors.append("/")
         elif word in _NAMES:
             power = int(exponent or power)
-            parts.append(_NAMES[word] + (f"^{power}" if power > 1 else ""))
+            factors.append(_NAMES[word] + (f"^{power}" if power > 1 else ""))
             power = 1
-    name = "".join(parts).strip("/")
+    name = "".join(factors).strip("/")
     return _NAMES.get(name, name)
 
 

@@ -1,14 +1,14 @@
 r"""Judge whether a text ends in the right answer to a problem.
 
-An answer in a box is extracted as open-r1 does it (the last `\boxed{}` first, then an anchored
-phrase such as "the final answer is $5$"; never the last number of the text) and compared by
-math-verify. Three cases that math-verify accepts are wrong here: another base (`17_8` for 17),
-another unit (18 m for 18 cm) and a set for a tuple.
+An answer in a box is extracted like in open-r1, and math-verify compares it. The last `\boxed{}`
+comes first, then an anchored phrase such as "the final answer is $5$". The last number of the text
+never counts. Three answers that math-verify accepts are wrong here: another base (`17_8` for 17),
+another unit (18 m for 18 cm), and a set for a tuple.
 
-The processor time of a call of math-verify is limited, so that a busy machine gives the same
+The processor time of each math-verify call is limited, so that a busy machine gives the same
 verdicts as a free one. The limit is a signal. It works in the main thread only, and does not
-interrupt arithmetic of very large numbers: `verification` runs `verify_answer` in processes of its
-own.
+interrupt arithmetic of very large numbers. `verification` therefore runs `verify_answer` in its own
+processes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dms_train.evaluation.answer_text import (
 
 END_OF_REASONING = "</think>"
 _START_OF_REASONING = "<think>"
-CALL_SECONDS = 5.0  # of the processor, for each call of math-verify
+CALL_SECONDS = 5.0  # seconds of processor time for each call of math-verify
 _CALL_CLOCK_SECONDS = 120  # math-verify's own limit
-_DIGITS = 50  # of irrational numbers; math-verify's 15 make numbers below 1e-15 equal
+_DIGITS = 50  # digits of irrational numbers; math-verify's 15 make numbers below 1e-15 equal
 _LEAST_ROUNDED = 0.1  # from here on, six places after the point are six significant digits
 
 
@@ -44,8 +44,8 @@ class Verdict(StrEnum):
 
     Attributes:
         CORRECT: The answer equals the gold answer.
-        WRONG: It does not, or two different answers are given.
-        NO_ANSWER: No complete answer stands where it is asked for.
+        WRONG: The answer differs from the gold answer, or two different answers are given.
+        NO_ANSWER: The text has no complete answer in the required form.
         UNFINISHED: The text ends within its reasoning.
         UNREADABLE_GOLD: The gold answer is no expression, so nothing can be compared.
         TIMEOUT: Reading or comparing took too long.
@@ -62,7 +62,7 @@ class Verdict(StrEnum):
 
 
 class AnswerForm(StrEnum):
-    r"""Place of the answer in a text.
+    r"""Form in which a text states its answer.
 
     Attributes:
         BOXED: `\boxed{ANSWER}`, an expression in LaTeX.
@@ -79,7 +79,7 @@ class Attempt(NamedTuple):
     Attributes:
         gold: The right answer: LaTeX without `$`, or a number.
         text: Text that a model wrote, with or without its reasoning.
-        form: Place of the answer.
+        form: Form in which the text states its answer.
         allow_unfinished: Look for an answer also in reasoning that is not closed.
     """
 
@@ -107,7 +107,7 @@ def verify_answer(attempt: Attempt) -> Verdict:
 
     try:
         return _verify_boxed(attempt.gold.strip(), answer)
-    except TimeoutException:  # a BaseException, of one call
+    except TimeoutException:  # a BaseException; it ends one math-verify call only
         return Verdict.TIMEOUT
 
 
@@ -210,8 +210,8 @@ def _verify_expression(gold: str, answer: str) -> Verdict:
         expected = split_unit(gold, attached=True)
     verdict = _compare(expected.value, rf"\boxed{{{given.value}}}")
     if verdict is Verdict.WRONG and [expected.unit, given.unit].count("%") == 1:
-        parts = [rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, unit in (expected, given)]
-        verdict = _compare(parts[0], rf"\boxed{{{parts[1]}}}")
+        fractions = [rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, unit in (expected, given)]
+        verdict = _compare(fractions[0], rf"\boxed{{{fractions[1]}}}")
     if verdict is Verdict.CORRECT and not _same_kind(expected, given):
         return Verdict.WRONG
     return verdict
@@ -243,7 +243,7 @@ def _math_verify() -> Any:
 
 @cache
 def _extraction(*, gold: bool) -> list[Any]:
-    """Return math-verify's rules for reading; units are compared here and left alone there.
+    """Return math-verify's rules for reading, without units, which this module compares.
 
     Texts follow open-r1: boxes first, no expression without a box or an anchoring phrase.
     """
@@ -265,9 +265,9 @@ def _extraction(*, gold: bool) -> list[Any]:
 
 @contextmanager
 def processor_limit(seconds: float) -> Iterator[None]:
-    """Raise math-verify's TimeoutException after that time of this process on a processor.
+    """Raise math-verify's TimeoutException after `seconds` of processor time of this process.
 
-    It is raised again after each further such time, because math-verify catches some of them.
+    It is raised again after each further `seconds`, because math-verify catches some of them.
 
     Raises:
         ValueError: Not called in the main thread of a process.
@@ -300,7 +300,7 @@ def _compare(gold: str, text: str) -> Verdict:
 
 
 def _exact(expression: Any) -> Any:
-    """Replace decimals by fractions and compute rational parts, which are compared exactly."""
+    """Replace decimals by fractions and compute rational parts, for an exact comparison."""
     if isinstance(expression, str):
         return expression
     from sympy import Float, Rational
@@ -308,7 +308,7 @@ def _exact(expression: Any) -> Any:
     try:
         exact = expression.xreplace({x: Rational(str(x)) for x in expression.atoms(Float)})
         value = exact.doit() if exact.is_number else exact
-    except Exception:  # as many kinds as there are functions
+    except Exception:  # each function raises its own kinds
         return expression
     return value if value.is_Rational else exact
 

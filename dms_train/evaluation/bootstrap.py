@@ -1,4 +1,4 @@
-"""Bootstrap intervals: how far a share would move with other samples."""
+"""Bootstrap intervals, which show how far a share would move with other samples."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Estimate:
 def ratio(parts: list[float], wholes: list[float]) -> Estimate:
     """Return sum(parts) / sum(wholes) with an interval from resampled entries.
 
-    An entry is what was drawn together, such as a sheet: its problems share a text and are not
-    independent of each other.
+    An entry holds samples that were drawn together, such as the problems of a sheet. They share a
+    text and are not independent of each other.
 
     Args:
         parts: Numerator of each entry, such as problems solved.

@@ -1,4 +1,4 @@
-"""The device that a measurement runs on."""
+"""Device of a measurement."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def require_memory(directory: Path, device: str) -> None:
     """Refuse a model whose weights alone do not fit the free memory of a GPU.
 
     Raises:
-        EvaluationError: They do not.
+        EvaluationError: The weights do not fit.
     """
     if not device.startswith("cuda"):
         return
     weights = sum(file.stat().st_size for file in WeightReader(directory).files)
     free, _ = torch.cuda.mem_get_info(torch.device(device))
-    # what a training of this process has freed, torch keeps for later allocations
+    # torch keeps memory that a training in this process has freed for later allocations
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if weights > free:
         raise EvaluationError(

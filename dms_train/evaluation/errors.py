@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class EvaluationError(ValueError):
-    """Input that cannot be evaluated, or a result that must not pass; one line."""
+    """Unusable input of an evaluation, or a result that must not pass; one line."""

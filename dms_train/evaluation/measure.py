@@ -1,7 +1,7 @@
 """Measurements of an export and its teacher: agreement, cost and self-test.
 
-Both run through the inference engine: the export with the compact cache, the teacher with the dense
-one.
+Both run through the inference engine, the export with the compact cache and the teacher with the
+dense cache.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dms_train.inference.outputs import RequestOutput
 from dms_train.method.base import MethodSpec
 from dms_train.method.losses import kl_teacher_student
 
-_CHUNK = 64  # tokens between which the compact cache really frees what is evicted
+_CHUNK = 64  # number of tokens after which the compact cache frees evicted tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTarget:
-    """The two models and where they run.
+    """Export and teacher, and their device.
 
     Attributes:
         export: Directory of the export.
@@ -55,11 +55,12 @@ class Cost:
 
     Attributes:
         cr_factor: Tokens seen over mean tokens held, at the last token of each sequence.
-        kv_reads: Slots attended by a sequence, mean over KV heads: summed over the decoding steps
-            of a generated answer, or over all queries of a text that is only read.
+        kv_reads: Slots attended by a sequence, mean over KV heads. The sum covers the decoding
+            steps of a generated answer, or all queries of a text that is only read.
         prefill_reads: Slots attended by the prompt of an answer; 0 for a text.
-        peak_tokens: Most tokens that a sequence held at a time, mean over KV heads and sequences.
-        cache_bytes: Most bytes that were taken from the system.
+        peak_tokens: Largest number of tokens that a sequence held, mean over KV heads and
+            sequences.
+        cache_bytes: Largest number of bytes that the cache took from the system.
         cr_factors: float64 [layers, kv_heads].
     """
 
@@ -108,7 +109,7 @@ class WindowOnly:
 
     Attributes:
         kl: KL(teacher || control), nats per token.
-        loss: Its next-token loss, nats per token.
+        loss: Next-token loss of the control, nats per token.
         cost: Cost of its cache.
     """
 
@@ -119,11 +120,11 @@ class WindowOnly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestResult:
-    """The self-test of the export, computed through the compact cache.
+    """Result of the self-test of the export, computed through the compact cache.
 
     Attributes:
         kl: KL(recorded || computed), nats per token.
-        limit: Largest that passes.
+        limit: Largest KL that passes.
     """
 
     kl: float
@@ -136,11 +137,11 @@ class SelfTestResult:
 
 
 class _Reading(NamedTuple):
-    """Hidden states of texts; the logits are products of both.
+    """Hidden states of texts, and the weight that maps them to logits.
 
     Attributes:
         hidden: Last hidden states of each text, [tokens, hidden], on the host.
-        head: Weight of its output layer, [vocab, hidden].
+        head: Weight of the output layer, [vocab, hidden].
         cost: Cost of its cache.
     """
 
@@ -154,14 +155,14 @@ def agreement(
 ) -> Agreement:
     """Score the first `count` samples with the models, token by token through their caches.
 
-    One model is loaded at a time. Hidden states of the texts are kept in its place: logits of all
-    of them would take more memory than the models.
+    One model is loaded at a time. Only the hidden states of the texts stay, because the logits of
+    all texts would take more memory than the models.
 
     Args:
         target: Export and teacher.
         samples: The text; of packed samples each document is a text of its own.
-        count: Samples to take.
-        window_only: Score the control too.
+        count: Number of samples to take.
+        window_only: Also score the control.
     """
     texts = [text for number in range(count) for text in samples[number].documents()]
     teacher = _read(target.teacher, texts, target.device, cache="dense")
@@ -205,9 +206,9 @@ def _scores(
         columns = (*hidden, text.labels, text.loss_mask.double())
         column_sums = torch.zeros(5, dtype=torch.float64, device=device)
         for first in range(0, len(text.tokens), COMPARED_POSITIONS):
-            part = [column[first : first + COMPARED_POSITIONS].to(device) for column in columns]
-            ours, theirs = (F.linear(part[i], heads[i]).double() for i in range(2))
-            column_sums += _compared(ours, theirs, part[2], part[3])
+            chunk = [column[first : first + COMPARED_POSITIONS].to(device) for column in columns]
+            ours, theirs = (F.linear(chunk[i], heads[i]).double() for i in range(2))
+            column_sums += _compared(ours, theirs, chunk[2], chunk[3])
         rows.append(column_sums.tolist())
     return [list(column) for column in zip(*rows, strict=True)]
 
@@ -250,11 +251,11 @@ def _cost(total: TotalKV, kv_reads: float, prefill_reads: float, peak_tokens: fl
 
 
 def run_selftest(export: Path, device: str) -> SelfTestResult:
-    """Compare what the export records of the trained model with what the compact cache computes.
+    """Compare the recorded output of the trained model with the output of the compact cache.
 
     Raises:
         FileNotFoundError: The export has no self-test.
-        ValueError: It is broken.
+        ValueError: The self-test is damaged.
     """
     reference = SelfTest.load(export)
     llm = LLM(export, dtype=reference.dtype, device=device, max_num_seqs=1, prefill_chunk=_CHUNK)

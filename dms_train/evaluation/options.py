@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from dms_train.limits import AtLeast, Matches, OneOf, Share
 
 Device = Annotated[str, Matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:1")]
-COMPARED_POSITIONS = 128  # whose logits a validation holds at a time, in float64
+COMPARED_POSITIONS = 128  # positions whose logits a validation holds at a time, in float64
 SANDBOX = "sandbox"
 CODE_MODES = (SANDBOX, "unisolated")
-TOKENS_PER_LENGTH = 1024  # of L in L-W-CR
+TOKENS_PER_LENGTH = 1024  # tokens per unit of L in L-W-CR
 ANSWER_PATTERN = r"(?m)The final answer is (.*?)\.?\s*$"
 
 
@@ -25,8 +25,8 @@ class ValidateOptions:
     Attributes:
         samples: Validation sequences for agreement and cost.
         problems: JSON-lines file of prompts and answers; None generates nothing.
-        max_problems: Most problems to take from it, whole lines from the first on.
-        max_tokens: Most tokens to generate for a line.
+        max_problems: Maximum number of problems, taken in whole lines from the first on.
+        max_tokens: Maximum number of tokens to generate for a line.
         answer_pattern: Regular expression with one group; its matches are the answers in order.
         window_only: Also measure the teacher with only its window, as a control.
         max_num_seqs: Lines that are solved at the same time.
@@ -59,16 +59,16 @@ class DocumentOptions:
     """Documents of a task to evaluate.
 
     Attributes:
-        path: File of its documents; None generates them, where the task can.
+        path: File of documents; None generates documents, for tasks that can.
         hub: Take the file of the task's data set from the local cache of the hub.
-        download: Fetch it from the hub where it is absent.
+        download: Fetch the file from the hub if the cache lacks it.
         sha256: Required hash of the file; None accepts any.
         subset: Accept another number of documents than were published.
         fixture: Take the five documents that ship with the package.
-        limit: Most documents, from the first on; None takes all.
+        limit: Maximum number of documents, from the first on; None takes all.
         seed: Seed of generated documents and of the order of choices.
         count: Documents to generate.
-        context_length: Most tokens of a generated prompt and its answer.
+        context_length: Maximum number of tokens of a generated prompt and its answer.
         haystack: Text file that surrounds a needle.
     """
 
@@ -113,7 +113,8 @@ class ModelRunOptions:
         max_num_seqs: Chains in the cache at the same time.
         prefill_chunk: Prompt tokens of a pass.
         decode_steps: Decode steps that the kernels run at once; no result depends on it.
-        cache_dtype: `fp8` stores keys and values as e4m3, on a GPU only; `auto` in `dtype`.
+        cache_dtype: `fp8` stores keys and values in e4m3, on a GPU only; `auto` stores them in
+            `dtype`.
     """
 
     cr: Annotated[float | None, AtLeast(1)] = None
@@ -144,9 +145,9 @@ class CachePolicyOptions:
     Attributes:
         name: Policy of the engine; `auto` is what the model was trained for.
         window: Option of the policy, in tokens.
-        budget: Likewise.
-        cr: Likewise, a compression ratio; that of the `window` policy divides the longest prompt
-            and answer.
+        budget: Option of the policy, in tokens.
+        cr: Option of the policy, a compression ratio. The `window` policy divides the length of the
+            longest prompt and answer by it.
         options: Other options of the policy, such as `sinks=2`.
     """
 
@@ -184,7 +185,8 @@ class SweepOptions:
     """Budgets that one run measures: all lengths with all widths.
 
     Attributes:
-        lengths: Most generated tokens of a chain, in units of 1,024; None takes the task's own.
+        lengths: Maximum numbers of generated tokens of a chain, in units of 1,024; None takes the
+            task's own.
         widths: Chains of a document.
     """
 

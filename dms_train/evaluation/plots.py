@@ -1,4 +1,4 @@
-"""The course of a run from its `metrics.jsonl`, as a picture."""
+"""Plots of the course of a run, drawn from its `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Curve = tuple[list[int], list[float]]
-# Parts of names that earlier versions wrote, with today's.
+# Old components of metric names, and their present names.
 _RENAMED = {
     "export_eval": "validate_export",
     "export_tasks": "run_tasks",

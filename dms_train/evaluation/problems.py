@@ -46,7 +46,7 @@ class Accuracy:
 
     Attributes:
         share: Share of the problems that are answered right.
-        cost: Cost of its cache.
+        cost: Cost of the model's cache.
     """
 
     share: Estimate
@@ -65,8 +65,10 @@ def read_problems(path: Path, max_problems: int) -> list[Document]:
         EvaluationError: A row is damaged, or the first sheet alone has more problems.
     """
     documents = _TASK.documents(TaskOptions(path=str(path)), lambda messages: 0)
-    totals = accumulate(len(document.gold) for document in documents)
-    sheets = [d for d, total in zip(documents, totals, strict=True) if total <= max_problems]
+    running_counts = accumulate(len(document.gold) for document in documents)
+    sheets = [
+        d for d, count in zip(documents, running_counts, strict=True) if count <= max_problems
+    ]
     if not sheets:
         raise EvaluationError(f"{path}: no sheet of at most max_problems={max_problems} problems")
     return sheets
@@ -76,7 +78,7 @@ def check_prompts(documents: list[Document], directory: Path, architecture: Arch
     """Fail if the model in `directory` cannot read the prompts.
 
     Raises:
-        EvaluationError: It has no tokenizer, or a prompt is too long for it.
+        EvaluationError: The model has no tokenizer, or a prompt is too long for it.
     """
     tokenizer = load_tokenizer(directory)
     longest = max(

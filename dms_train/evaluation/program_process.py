@@ -1,4 +1,4 @@
-"""A process that runs a program which a model wrote; `programs` starts it.
+"""Process that runs a program written by a model; `programs` starts it.
 
     python -I -B program_process.py SOURCE SECONDS BYTES [FUNCTION]
 
@@ -45,7 +45,7 @@ def _limit(seconds: float, memory: int) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the program with limits on time, memory and output."""
     path, seconds, memory, *function = sys.argv[1:]
     with open(path, encoding="utf-8") as stream:
         source = stream.read()
@@ -55,7 +55,7 @@ def main() -> None:
         sys.exit(NOT_LIMITED)
     sys.setrecursionlimit(50_000)
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(_IMPORTS, names)  # before the program, as the benchmark does
+    exec(_IMPORTS, names)  # before the program, because the benchmark does the same
     exec(compile(source, "program", "exec"), names)
     if function:
         arguments = [json.loads(line) for line in sys.stdin if line.strip()]

@@ -22,7 +22,7 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.program_process import NOT_LIMITED
 
 _PROCESS = Path(__file__).with_name("program_process.py")
-_WALL = 4  # seconds of wall time for one of processor time, for busy machines
+_WALL = 4  # seconds of wall time per second of processor time, for busy machines
 _MEMORY = 2 << 30
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 
@@ -74,10 +74,10 @@ def sandbox() -> tuple[str, ...]:
         for path in (*_SYSTEM_FOLDERS, sys.base_prefix, sys.prefix, str(_PROCESS)):
             words += ["--ro-bind-try", path, path]
         trial = [*words, "--remount-ro", "/", "--", sys.executable, "-I", "-c", ""]
-        done = subprocess.run(trial, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        completed = subprocess.run(trial, capture_output=True, text=True, check=False)
+        if completed.returncode == 0:
             return tuple(words)
-        problem = f"which does not work here ({' '.join(done.stderr.split())})"
+        problem = f"which does not work here ({' '.join(completed.stderr.split())})"
     raise EvaluationError(
         f"programs of a model run in bubblewrap, {problem}; or set allow_code=unisolated in a "
         "container without network and without files of value"

@@ -36,9 +36,9 @@ class Registry(Generic[Kind]):
         self._kind, self._package, self._group, self._key = kind, package, group, key
         self._registered: dict[str, Kind] = {}
 
-    def register(self, found: type[Kind]) -> None:
+    def register(self, subclass: type[Kind]) -> None:
         """Add a subclass, or replace the one with its name, in this process."""
-        self._registered[found.name] = found()
+        self._registered[subclass.name] = subclass()
 
     def names(self) -> list[str]:
         """Return all names, sorted; entry points are not loaded."""
@@ -65,12 +65,12 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def _built_in(self) -> dict[str, Kind]:
-        found: dict[str, Kind] = {}
+        instances: dict[str, Kind] = {}
         for entry in pkgutil.iter_modules(self._package.__path__, f"{self._package.__name__}."):
             for value in vars(import_module(entry.name)).values():
                 if self._is_entry(value):
-                    found[value.name] = value()
-        return found
+                    instances[value.name] = value()
+        return instances
 
     @cached_property
     def _entry_points(self) -> dict[str, EntryPoint]:
@@ -83,12 +83,12 @@ class Registry(Generic[Kind]):
     def _loaded(self, entry: EntryPoint) -> type[Kind]:
         given = f"{self._key}={entry.name}"
         try:
-            found = entry.load()
+            subclass = entry.load()
         except (ImportError, AttributeError) as error:
             raise EvaluationError(f"{given}: its entry point does not load ({error})") from None
-        if not self._is_entry(found) or found.name != entry.name:
+        if not self._is_entry(subclass) or subclass.name != entry.name:
             raise EvaluationError(
                 f"{given}: its entry point names {entry.value}, which is no "
                 f"{self._kind.__name__} with this name"
             )
-        return found  # type: ignore[no-any-return]
+        return subclass  # type: ignore[no-any-return]

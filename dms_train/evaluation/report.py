@@ -33,22 +33,22 @@ _WORDS = {
 
 def tables(result: ValidationResult) -> str:
     """Return the result as Markdown tables."""
-    parts, spec = [], result.target.spec
+    sections, spec = [], result.target.spec
     names = {**_NAMES, "student": spec.label}
     if result.agreement is not None:
-        parts.append(_agreement_table(result.agreement, spec))
+        sections.append(_agreement_table(result.agreement, spec))
     if result.accuracies:
         rows = [[names[n], str(a.share)] for n, a in result.accuracies.items()]
-        parts.append(markdown_table(["model", "accuracy"], rows))
+        sections.append(markdown_table(["model", "accuracy"], rows))
     for name, costs in result.costs.items():
-        parts.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs, names)}")
+        sections.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs, names)}")
     selftest = result.selftest
     verdict = "passed" if selftest.passed else "FAILED"
-    parts.append(
+    sections.append(
         f"Self-test through the compact cache: {verdict}, KL {selftest.kl:.2e} nats/token "
         f"(limit {selftest.limit:g})."
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(sections)
 
 
 def _agreement_table(agreement: Agreement, spec: MethodSpec) -> str:
@@ -128,10 +128,10 @@ def _report(result: ValidationResult, pictures: list[str]) -> str:
         ["layer", *(f"KV head {head}" for head in range(factors.shape[1]))],
         [[str(n), *(f"{f:.2f}" for f in row)] for n, row in enumerate(factors.tolist())],
     )
-    parts = ["# Validation", _measured(result), tables(result), _meaning(result)]
-    parts.append(f"cr_factor by layer and KV head:\n\n{eviction_channels}")
-    parts += [f"![{Path(name).stem}]({name})" for name in pictures]
-    return "\n\n".join(parts) + "\n"
+    sections = ["# Validation", _measured(result), tables(result), _meaning(result)]
+    sections.append(f"cr_factor by layer and KV head:\n\n{eviction_channels}")
+    sections += [f"![{Path(name).stem}]({name})" for name in pictures]
+    return "\n\n".join(sections) + "\n"
 
 
 def _measured(result: ValidationResult) -> str:
@@ -166,7 +166,7 @@ def _device(device: str) -> str:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from a source tree
+    except PackageNotFoundError:  # the program runs from a source tree
         return "not installed"
 
 

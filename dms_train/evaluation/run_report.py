@@ -73,7 +73,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run folder.
 
     Raises:
-        EvaluationError: It holds no metrics.
+        EvaluationError: The folder holds no metrics.
     """
     file, config = folder / "metrics.jsonl", folder / "config.yaml"
     rows = read_rows(file) if file.is_file() else []
@@ -96,7 +96,7 @@ def render(record: RunRecord) -> str:
             f"a report needs matplotlib; pip install 'dms-train[eval]' ({error})"
         ) from error
     name = html.escape(record.folder.resolve().name)
-    parts = [
+    lines = [
         "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
         # a reader's guarantee: a browser refuses to load anything for this page
         "<meta http-equiv='Content-Security-Policy' "
@@ -112,7 +112,7 @@ def render(record: RunRecord) -> str:
         f"<script type='application/json' id='metrics'>{_embedded(record.rows)}</script>",
         "</body></html>",
     ]
-    return "\n".join(part for part in parts if part) + "\n"
+    return "\n".join(line for line in lines if line) + "\n"
 
 
 def _pictures(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -36,7 +36,7 @@ class ValidationResult:
         selftest: Result of the export's self-test.
         accuracies: Accuracy of `teacher`, `student` and `window_only`; empty without problems.
         num_sheets: Number of sheets that were answered.
-        num_problems: Number of problems on them.
+        num_problems: Number of problems on these sheets.
         seconds: Duration of the process, training included.
     """
 
@@ -62,7 +62,7 @@ class ValidationResult:
         return costs
 
     def numbers(self) -> dict[str, float]:
-        """Return flat metrics. Costs without a prefix are those of generation, if any ran."""
+        """Return flat metrics. Costs without a prefix belong to generation, if any ran."""
         numbers = {"selftest.kl": self.selftest.kl, "selftest.limit": self.selftest.limit}
         if self.agreement is not None:
             numbers |= _agreement_numbers(self.agreement, self.target.window)
@@ -127,7 +127,7 @@ def validate(
 
     Raises:
         FileNotFoundError: The problems file or the self-test is absent.
-        ValueError: One of them, or a model, cannot be used.
+        ValueError: The problems, the self-test or a model cannot be used.
     """
     compared = None
     controlled = options.window_only and target.window > 0  # without a window there is no control

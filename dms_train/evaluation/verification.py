@@ -33,8 +33,8 @@ from dms_train.observe.processes import end_with_parent
 
 PROCESSOR_SECONDS = 4 * CALL_SECONDS  # more than three calls of math-verify may take
 CLOCK_SECONDS = 600.0
-_START_SECONDS = 60.0  # of the processor: a new interpreter and its imports
-_SHORTEST_WAIT = 0.05  # seconds; finer than this processor time is not known
+_START_SECONDS = 60.0  # seconds of processor time: a new interpreter and its imports
+_SHORTEST_WAIT = 0.05  # seconds; the resolution of processor time
 _AHEAD_PER_WORKER = 16
 Item = TypeVar("Item")
 _WORKER_BYTES = 4 << 30  # address space; an expression may be a number of any size
@@ -54,7 +54,7 @@ def require_math_verify() -> None:
 
 
 class _Entry:
-    """A attempt and, once it is known, its verdict."""
+    """An attempt and, once it is known, its verdict."""
 
     __slots__ = ("attempt", "verdict")
 
@@ -68,7 +68,7 @@ class Limits(NamedTuple):
 
     Attributes:
         processor: Seconds that the worker may spend on a processor.
-        clock: Seconds until it must have answered.
+        clock: Seconds of wall time until the worker must have answered.
     """
 
     processor: float = PROCESSOR_SECONDS
@@ -103,7 +103,7 @@ class _Worker:
         now = time.monotonic()
         if now < self.look_at:
             return True
-        # with one thread, processor time is at most time of the clock
+        # with one thread, processor time never exceeds wall time
         left = min(self._processor_end - self._processor_time(), self._clock_end - now)
         self.look_at = now + max(left, _SHORTEST_WAIT)
         return left > 0
@@ -113,7 +113,7 @@ class _Worker:
 
         try:
             used = psutil.Process(self.process.pid).cpu_times()
-        except psutil.Error:  # it has ended, which its pipe will say
+        except psutil.Error:  # the worker has ended; its pipe reports that
             return 0.0
         return float(used.user + used.system)
 
@@ -194,8 +194,8 @@ class Verifier:
             EvaluationError: A worker does not start.
         """
         stream = iter(items)
-        waiting: deque[_Entry] = deque()  # not given to a worker yet
-        window: deque[tuple[Item, list[_Entry]]] = deque()  # read, and not yielded yet
+        waiting: deque[_Entry] = deque()  # entries that no worker has yet
+        window: deque[tuple[Item, list[_Entry]]] = deque()  # items read, not yielded yet
         most = _AHEAD_PER_WORKER * len(self._workers)
         while True:
             for item in islice(stream, most - len(window)):
@@ -228,7 +228,7 @@ class Verifier:
     def _give(self, worker: _Worker, entry: _Entry) -> None:
         try:
             worker.give(entry, self._limits)
-        except OSError:  # it has ended since its last answer
+        except OSError:  # the worker has ended since its last answer
             self._crashed += 1
             self._replace(worker, Verdict.CRASHED)
 
@@ -260,14 +260,13 @@ def _is_busy(worker: _Worker) -> bool:
 
 def _work(pipe: Connection) -> None:
     """Run a worker process: report that it is ready, then answer attempts until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_WORKER_BYTES, _WORKER_BYTES))
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    verify_answer(
-        Attempt("1", "\\boxed{1}", AnswerForm.BOXED)
-    )  # imports, and compiles what is cached
+    # the first call imports modules and fills caches
+    verify_answer(Attempt("1", "\\boxed{1}", AnswerForm.BOXED))
     pipe.send(Verdict.CORRECT.value)
     while True:
         try:

@@ -49,12 +49,12 @@ _MEASURED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """Facts about the model that was retrofitted.
+    """Facts about the original of a retrofitted model.
 
     Attributes:
         name: Hub id or name of its folder; None for a model trained from scratch.
-        hub_id: Its id on the hub, if the run named it by that.
-        front_matter: Inherited keys of its own card.
+        hub_id: Its id on the hub, if the run named the model by its id.
+        front_matter: Inherited keys of the model's own card.
     """
 
     name: str | None = None
@@ -78,13 +78,13 @@ def read_base(model: str | None) -> BaseModel:
         return BaseModel()
     is_id = not Path(model).expanduser().is_dir() and _HUB_ID.fullmatch(model) is not None
     try:
-        found = _front_matter(resolve(model) / CARD_FILE)
+        front = _front_matter(resolve(model) / CARD_FILE)
     except FileNotFoundError:
-        found = {}
+        front = {}
     return BaseModel(
         name=model if is_id else Path(model).name,
         hub_id=model if is_id else None,
-        front_matter={key: found[key] for key in _INHERITED if _is_stated(found.get(key))},
+        front_matter={key: front[key] for key in _INHERITED if _is_stated(front.get(key))},
     )
 
 
@@ -118,9 +118,9 @@ def render(
 
     Args:
         architecture: The model.
-        base: The model it was made from.
-        compressed: The retrofitted model and its format; None for a dense model.
-        pooled_from: KV heads of the base model if the weights are averages of its heads.
+        base: Model that the export was made from.
+        compressed: Retrofitted model and its format; None for a dense model.
+        pooled_from: Number of KV heads of the base model if the weights are averages of its heads.
         code_files: Names of the export's code files for transformers.
     """
     front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}
@@ -135,9 +135,9 @@ def render(
         ("family", architecture.family),
     ]
     title = Path(base.name).name if base.name else f"A {architecture.family} model"
-    parts = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---"]
+    sections = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---"]
     if compressed is None:
-        parts += [
+        sections += [
             f"# {title}",
             "A dense model exported by dms-train.",
             *([] if pooled_from is None else [_pooled(architecture, pooled_from)]),
@@ -146,7 +146,7 @@ def render(
         ]
     else:
         model, layout = compressed
-        parts += [
+        sections += [
             f"# {title} with {model.spec.label}",
             _summary(model.spec),
             markdown_table(_NO_TITLES, [*origin, *_training(model, layout)]),
@@ -157,7 +157,7 @@ def render(
             f"{_BEGIN}\nNot evaluated.\n{_END}",
             _loading(code_files, layout),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def _pooled(architecture: Architecture, before: int) -> str:

@@ -1,8 +1,8 @@
 """Python files of an export.
 
 The modules of `export/shipped` that end in the name of the method are copied as they are. They
-import each other, torch and transformers, and nothing of this package. Two short files are added,
-which define the classes of the model family.
+import each other, torch and transformers, and nothing of this package. Two short added files define
+the classes of the model family.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def shipped_code(family: str, method: str) -> dict[str, str]:
 
     Args:
         family: Model family.
-        method: Name of the method. Without code for transformers there are no files.
+        method: Name of the method. A method without code for transformers has no files.
     """
     copied = {
         file.name: file.read_text("utf-8") for file in sorted(_SHIPPED.glob(f"*_{method}.py"))

@@ -63,7 +63,7 @@ def push(directory: Path, repo_id: str, *, private: bool) -> str:
         status = error.response.status_code
         fix = "use a token that may write there" if status in (401, 403) else "try again later"
         raise HubError(f"{repo_id}: {api.endpoint} answered HTTP {status}; {fix}") from error
-    except HfHubHTTPError.__bases__ as error:  # of the HTTP library, and OSError
+    except HfHubHTTPError.__bases__ as error:  # errors of the HTTP library, and OSError
         fix = "check the network and HF_ENDPOINT"
         raise HubError(f"{repo_id}: {api.endpoint} cannot be reached; {fix}") from error
     return str(url)

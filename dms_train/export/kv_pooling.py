@@ -2,8 +2,8 @@
 
 The projections of keys and values of neighbouring KV heads are averaged, and the projection of
 queries is kept (GQA: arXiv:2305.13245, section 2.1). Query heads of the pooled heads then read
-their mean. Keys are averaged before their norm and before RoPE; a key norm has one weight for all
-heads, which stays.
+their mean. Keys are averaged before their norm and before RoPE; the weight of a key norm stays,
+because all heads share it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def with_kv_heads(architecture: Architecture, kv_heads: int) -> Architecture:
     """Return the architecture with fewer KV heads.
 
     Raises:
-        HFError: The number is not below that of the model, or does not divide it.
+        HFError: `kv_heads` is not below the number of KV heads of the model, or does not divide it.
     """
     now = architecture.num_query_groups
     possible = [str(n) for n in range(now - 1, 0, -1) if now % n == 0]
@@ -50,7 +50,7 @@ def mean_of_groups(rows: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Average the heads of each group in float32 (float64 stays).
 
     Args:
-        rows: [heads * d, ...], the projection of keys or values, or its bias.
+        rows: [heads * d, ...], projection of keys or values, or its bias.
         heads: KV heads of `rows`.
         kv_heads: Groups, each of heads / kv_heads consecutive heads.
 
@@ -91,7 +91,7 @@ def pool_kv_heads(
     Args:
         model: Directory or hub id of a dense model.
         out: Directory to write; must not exist.
-        kv_heads: KV heads afterwards, a divisor of those of the model.
+        kv_heads: Number of KV heads afterwards, a divisor of their present number.
         revision: Hub revision; ignored for directories.
         download: Whether the hub may be accessed over the network.
 

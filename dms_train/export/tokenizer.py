@@ -14,7 +14,7 @@ NO_TOKENIZER = (
     f"the export has no {TOKENIZER_FILE}, so it takes and returns token ids only; export it with a "
     "tokenizer, or copy the tokenizer's files into it"
 )
-# AutoTokenizer of transformers 4.57 to 5.23 reads tokenizer.json as it is for this class alone.
+# AutoTokenizer of transformers 4.57 to 5.23 uses tokenizer.json unchanged for this class only.
 _CLASS = "PreTrainedTokenizerFast"
 _COPIED = (
     "tokenizer.model",
@@ -50,7 +50,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
     config = read_json(config_file) if config_file.is_file() else {}
     if has_tokenizer(source):
         _copy_without_limits(source / TOKENIZER_FILE, directory / TOKENIZER_FILE)
-        # the code that `auto_map` names is not part of an export
+        # an export does not hold the tokenizer code that `auto_map` names
         config = {key: value for key, value in config.items() if key != "auto_map"}
         config["tokenizer_class"] = _CLASS
     if config:

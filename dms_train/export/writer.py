@@ -223,16 +223,16 @@ def _special_tokens(source: Path) -> dict[str, int]:
         return {}
     tokens = read_json(source / "tokenizer.json").get("added_tokens", [])
     ids = {token["content"]: token["id"] for token in tokens}
-    found = {}
+    special_ids = {}
     for name, token in read_json(path).items():
         text = token.get("content") if isinstance(token, dict) else token
         if name in _SPECIAL and text in ids:
-            found[f"{name}_id"] = ids[text]
-    return found
+            special_ids[f"{name}_id"] = ids[text]
+    return special_ids
 
 
 def _complete_generation(path: Path, special: dict[str, int]) -> None:
-    """Add ids that a copied generation config does not state; its own values stay."""
+    """Add the ids that a copied generation config lacks; its own values stay."""
     stated = read_json(path) if path.is_file() else {}
     write_json(path, {**stated, **{k: v for k, v in special.items() if k not in stated}})
 

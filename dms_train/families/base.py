@@ -18,7 +18,7 @@ class ParameterMap:
 
     Attributes:
         megatron: Name in megatron-core; inside a layer, without the layer's prefix.
-        hf: Names of Hugging Face, in the order in which they are joined.
+        hf: Names of the Hugging Face tensors, in the order of joining.
         layout: `plain` is the same tensor; `qkv` interleaves q, k and v rows per KV group; `gated`
             stacks gate over up.
     """
@@ -29,7 +29,7 @@ class ParameterMap:
 
 
 class Refusal(NamedTuple):
-    """Key of config.json that asks for something this project does not compute.
+    """Key of config.json with an unsupported value.
 
     Attributes:
         key: The key.
@@ -93,11 +93,11 @@ class ModelFamily:
         kv_heads_required: Whether config.json must have `num_key_value_heads`. Without it a config
             has as many KV heads as query heads.
         head_size: Head size if config.json lacks `head_dim`; None means hidden size / query heads.
-        always_has_head_dim: Whether `head_dim` is written even if it is hidden size / heads.
+        always_has_head_dim: Whether `head_dim` is written even if it equals hidden size / heads.
         rope_types: Supported rules of RoPE scaling besides `default`.
         fixed: Keys of config.json that are written, and refused with other values.
-        written: Further keys that are written; `refuse` checks them on reading.
-        refuse: Function that returns the first key that this project does not compute.
+        written: Further keys to write; `refuse` checks them on reading.
+        refuse: Function that returns the first key with an unsupported value.
     """
 
     name: str

@@ -5,7 +5,7 @@ from typing import Any
 
 from dms_train.families.base import ModelFamily, Refusal
 
-_DEFAULT_WINDOW = 4096  # of transformers' MistralConfig, where config.json has no such key
+_DEFAULT_WINDOW = 4096  # default of transformers' MistralConfig where config.json has no such key
 
 
 def _sliding_window(config: Mapping[str, Any]) -> Refusal | None:

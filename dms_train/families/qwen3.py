@@ -6,6 +6,6 @@ FAMILY = ModelFamily(
     name="qwen3",
     classes="Qwen3",
     qk_norm=True,
-    head_size=128,  # transformers leaves the key out when it has this value
+    head_size=128,  # transformers omits the key for this value
     fixed={"attention_bias": False, "use_sliding_window": False},
 )

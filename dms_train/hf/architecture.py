@@ -86,8 +86,8 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# Options that change what the model computes, with the value that is implemented here. Tools for
-# quantisation state it under one of three keys (`quantization`: MLX).
+# Options that change the results of a model, with the implemented value of each. Quantisation tools
+# use one of three keys (`quantization`: MLX).
 _FIXED_EVERYWHERE = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
@@ -140,15 +140,15 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
 
 
 def _rope_base(config: Values) -> float:
-    """Read the base from any place where a transformers version states it; null is absent."""
-    found: dict[float, str] = {}
+    """Read the base from any key that a transformers version uses for it; null means absent."""
+    stated_bases: dict[float, str] = {}
     for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
         if block.values.get("rope_theta") is not None:
-            found.setdefault(block.positive("rope_theta"), block.where)
-    if len(found) > 1:
-        (base, _), (other, where) = list(found.items())[:2]
+            stated_bases.setdefault(block.positive("rope_theta"), block.where)
+    if len(stated_bases) > 1:
+        (base, _), (other, where) = list(stated_bases.items())[:2]
         raise config.refusal("rope_theta", base, f"{where} says {other}; make them agree")
-    return next(iter(found), 10000.0)
+    return next(iter(stated_bases), 10000.0)
 
 
 def _rope_rule(config: Values) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def _rope_keys(architecture: Architecture) -> dict[str, Any]:
-    """Spell RoPE for transformers 4 and 5; version 4 takes base 10000 without its own key."""
+    """Spell RoPE for transformers 4 and 5; without its own key, version 4 takes base 10000."""
     scaling: dict[str, Any] | None = None
     if architecture.rope_scaling is not None:
         values = asdict(architecture.rope_scaling)

@@ -29,7 +29,7 @@ def find_lost(
     hidden = [{**m, "content": name} for m, name in zip(messages, names, strict=True)]
     try:
         text = render(hidden)
-    except Exception:  # a template may raise anything; it took the messages themselves
+    except Exception:  # a template may raise anything, although it accepted the messages
         return None
     pairs = zip(messages, names, strict=True)
     lost = (i for i, (m, name) in enumerate(pairs) if m["content"].strip() and name not in text)
@@ -37,7 +37,7 @@ def find_lost(
 
 
 def with_known_roles(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return messages in which `developer` is `system`, if the template does not name the former.
+    """Replace the role `developer` by `system`, unless the template names `developer`.
 
     OpenAI's clients send `developer` where they sent `system` before.
     """

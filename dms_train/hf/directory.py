@@ -32,9 +32,9 @@ _FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", 
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TIED = _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
-# Buffers that older versions of transformers stored; every program computes them anew.
+# Buffers of older versions of transformers; every program computes them anew.
 _LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-_ROWS = 8192  # of two matrices that are compared at once
+_ROWS = 8192  # rows of two matrices that are compared at once
 
 
 @typed
@@ -66,7 +66,7 @@ def resolve(
     try:
         from huggingface_hub import snapshot_download
 
-        found = snapshot_download(
+        snapshot = snapshot_download(
             name,
             revision=revision,
             local_files_only=local_files_only,
@@ -78,7 +78,7 @@ def resolve(
         raise FileNotFoundError(
             f"{name}: neither a directory nor in {where} (revision {revision or 'main'}); {fix}"
         ) from error
-    return Path(found)
+    return Path(snapshot)
 
 
 @typed
@@ -100,7 +100,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If the file is absent.
-        ValueError: If its header is unreadable or its length is not what the header states.
+        ValueError: If its header is unreadable, or the length of the file differs from the header.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: weight file is missing; copy the directory again")
@@ -162,8 +162,7 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 class WeightReader:
     """Tensors of a directory by name, read from safetensors on access.
 
-    Construction reads every header and checks that each file is complete and that the weights are
-    not quantised.
+    Construction reads every header. It refuses incomplete files and quantised weights.
 
     Raises:
         FileNotFoundError: If weights or a shard are absent.
@@ -191,12 +190,12 @@ class WeightReader:
 
     def _refuse_dtypes(self) -> None:
         """Refuse quantised weights, which need scales or codebooks."""
-        found = [name for name in self.names() if self.dtype(name) not in _DTYPES]
-        if found:
+        quantised = [name for name in self.names() if self.dtype(name) not in _DTYPES]
+        if quantised:
             raise HFError(
-                f"{self.directory}: {len(found)} of {len(self._entries)} tensors are stored as "
-                f"{self.dtype(found[0])}, first {found[0]}; quantised weights are not supported: "
-                f"use the original model, or convert it to one of {', '.join(_DTYPES)}"
+                f"{self.directory}: {len(quantised)} of {len(self._entries)} tensors are stored as "
+                f"{self.dtype(quantised[0])}, first {quantised[0]}; quantised weights are not "
+                f"supported: use the original model, or convert it to one of {', '.join(_DTYPES)}"
             )
 
     @typed
@@ -210,7 +209,8 @@ class WeightReader:
             extra: Names of further tensors that the caller reads.
 
         Returns:
-            A warning that names tensors which are ignored because they change nothing, or None.
+            A warning that names tensors without effect, which are ignored; None without such
+            tensors.
 
         Raises:
             HFError: A tensor is missing, has another shape, or would be ignored.
@@ -235,7 +235,7 @@ class WeightReader:
         return self._leftovers(unread)
 
     def _require_tied(self) -> None:
-        """Refuse an output layer that differs from the embedding, which would replace it."""
+        """Refuse an output layer unlike the embedding, because the embedding would replace it."""
         rows = self.shape(_EMBEDDING)[0]
         same = self.shape(_HEAD) == self.shape(_EMBEDDING) and all(
             torch.equal(*(self.part(n, 0, i, min(i + _ROWS, rows)).double() for n in _TIED))
@@ -292,8 +292,8 @@ class WeightReader:
         """Read the tensor to the CPU in its stored dtype.
 
         Raises:
-            KeyError: It is absent.
-            HFError: It holds NaN or infinite numbers, or cannot be read.
+            KeyError: The tensor is absent.
+            HFError: The tensor holds NaN or infinite numbers, or cannot be read.
         """
         return self._read(name, lambda file: file.get_tensor(name))
 
@@ -337,7 +337,7 @@ class WeightWriter:
 
     Args:
         directory: Existing directory without weights of the same names.
-        max_shard_bytes: A shard is written before it would exceed this size.
+        max_shard_bytes: Maximum size of a shard, unless a single tensor is larger.
     """
 
     @typed
@@ -385,7 +385,7 @@ class WeightWriter:
     def _flush(self) -> None:
         shard = self._temporary(len(self._shards))
         save_tensors(shard, self._pending, {"format": "pt"})
-        # not all shards at the end, when other ranks wait in one collective with a timeout
+        # here and not at the end, where other ranks would wait for all shards with a timeout
         durable.sync_file(shard)
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0

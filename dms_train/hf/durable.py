@@ -1,7 +1,7 @@
 """Files that survive a power failure.
 
-A file system may keep a rename and lose what the renamed file holds, or lose the rename, until
-the file and the folder that names it are synchronised. Standard library only.
+A rename may get lost until the file and its folder are synchronised. A file system may also keep
+the rename and lose the content of the file. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import errno
 import os
 from pathlib import Path
 
-# Errors for folders that the file system cannot synchronise, as some network ones cannot, or
-# that are not ours to open.
+# Errors of folders that this user may not open, or that the file system cannot synchronise. Some
+# network file systems cannot.
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 _NEW_ABOVE = 2
 
 
 def sync_file(path: Path) -> None:
-    """Return when the storage has the content of a file."""
+    """Wait until the storage has the content of a file."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the storage has the names in a folder, where the file system supports it."""
+    """Wait until the storage has the names in a folder, where the file system supports it."""
     try:
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -31,7 +31,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Return when the storage has all files below a folder."""
+    """Wait until the storage has all files below a folder."""
     for path in folder.iterdir():
         if path.is_dir():
             sync_tree(path)
@@ -41,7 +41,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def publish(folder: Path, name: Path) -> None:
-    """Give a folder whose content is synchronised its name, which nothing has yet."""
+    """Give a folder with synchronised content its name, which must be unused."""
     os.replace(folder, name)
     # the folders above may be new themselves: RUN, exports and cr4 of RUN/exports/cr4/hf
     for above in (name.parent, *name.parent.parents[:_NEW_ABOVE]):

@@ -20,10 +20,10 @@ class ModelOptions:
         revision: Hub revision; ignored for directories.
         local_files_only: Never access the hub; a hub id must then be in the local cache.
         architecture: Architecture for `pretrain`; exactly one of `path` and this is set.
-        max_position_embeddings: Longest context; None takes that of the model. Nothing else of RoPE
-            changes.
+        max_position_embeddings: Longest context; None takes the longest context of the model.
+            Nothing else of RoPE changes.
         tokenizer: Directory with the tokenizer of a model that is trained from scratch; exports
-            carry its files. With `path` the tokenizer is that of the model.
+            carry its files. With `path`, the tokenizer comes from the model.
         init_std: Standard deviation of random initial weights.
     """
 

@@ -16,7 +16,7 @@ from typing import Any
 from dms_train.hf.errors import HFError
 from dms_train.hf.text_files import decode_text
 
-_LONGEST_CELL = 1 << 26  # characters of a cell of a CSV file
+_LONGEST_CELL = 1 << 26  # maximum number of characters of a CSV cell
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -31,7 +31,7 @@ def json_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """Parse one line of a JSON-lines file.
 
     Raises:
-        HFError: It is no JSON object in UTF-8; names the line.
+        HFError: The line is no JSON object in UTF-8; the message names it.
     """
     return _row(
         f"{path}:{number}", _parsed(f"{path}:{number}", decode_text(str(path), line, number))
@@ -42,7 +42,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a JSON-lines file, each after its file and line.
 
     Raises:
-        HFError: A line is no JSON object in UTF-8; names the line.
+        HFError: A line is no JSON object in UTF-8; the message names it.
     """
     for number, line in numbered_lines(path):
         yield f"{path}:{number}", json_line(path, number, line)
@@ -52,7 +52,7 @@ def json_array(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSON file that holds a list of objects.
 
     Raises:
-        HFError: It holds something else, or is not UTF-8.
+        HFError: The file holds something else, or is not UTF-8.
     """
     values = _parsed(str(path), decode_text(str(path), path.read_bytes()))
     if not isinstance(values, list):
@@ -91,7 +91,7 @@ def _parsed(where: str, text: str) -> Any:
     except UnicodeEncodeError:
         raise HFError(f"{where}: the text holds half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # without advice on integers of 4,300 digits
+        reason = str(error).partition(";")[0]  # drops Python's advice on integers of 4,300 digits
         raise HFError(f"{where}: not valid JSON ({reason})") from None
     return value
 

@@ -1,7 +1,7 @@
 """Reference output that is shipped with an export, computed by the trained model.
 
-It is the only part of an export that can reveal an eviction channel written to the wrong row: every
-row content is valid to every loader.
+It is the only part of an export that can reveal an eviction channel written to the wrong row.
+Loaders cannot: any content of a row is valid to them.
 """
 
 from __future__ import annotations

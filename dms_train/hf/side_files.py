@@ -1,4 +1,4 @@
-"""Refusal of files next to config.json that change what the weights mean.
+"""Refusal of files beside config.json that change the meaning of the weights.
 
 Nothing here needs torch.
 """
@@ -21,7 +21,7 @@ def refuse_side_files(directory: Path) -> None:
     """Refuse a directory whose weights are quantised or go with an adapter.
 
     Raises:
-        HFError: It names the file.
+        HFError: Such a file exists; the message names it.
     """
     for pattern in _QUANTIZED:
         for file in sorted(directory.glob(pattern)):

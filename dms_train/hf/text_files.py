@@ -42,7 +42,7 @@ def decode_text(name: str, data: bytes, first_line: int = 1) -> str:
         first_line: Number of the first of these lines.
 
     Raises:
-        HFError: The bytes are not UTF-8, or hold NUL bytes, as ASCII text in UTF-16 does.
+        HFError: The bytes are not UTF-8, or hold NUL bytes (ASCII text in UTF-16 does).
     """
     if first_line == 1 and data.startswith(_UTF_16):
         raise HFError(f"{name}: UTF-16 text; save the file as UTF-8")

@@ -1,8 +1,8 @@
 """Tokenizer of a model directory, loaded in the same way by every command.
 
 `tokenizer.json` is the truth. Truncation and padding that a training script left in it do not
-apply. Tokens that only the files beside it name are added as transformers' PreTrainedTokenizerFast
-adds them, which also decides their ids.
+apply. Tokens that only the files beside it name are added like PreTrainedTokenizerFast of
+transformers adds them. The order decides their ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
-# in transformers' order
+# in the order of transformers
 _SPECIAL_KEYS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _LFS_POINTER = "version https://git-lfs"
@@ -64,8 +64,8 @@ def read_chat_tokenizer(directory: Path) -> Any:
     `tokenizer.json` according to the class or model type that other files state.
 
     Raises:
-        HFError: As `read_tokenizer`; transformers cannot read the files, or gives other ids than
-            `read_tokenizer`.
+        HFError: See `read_tokenizer`; also, transformers cannot read the files, or gives other ids
+            than `read_tokenizer`.
         ModuleNotFoundError: transformers is not installed.
     """
     tokenizer = read_tokenizer(directory)
@@ -101,12 +101,12 @@ def _add_tokens(directory: Path, tokenizer: Any) -> None:
     declared, named = _named_tokens(directory)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for _, token in declared])
-    for wanted, token in declared:
-        found = tokenizer.token_to_id(token.content)
-        if token.content not in known and found != wanted:
+    for stated_id, token in declared:
+        actual_id = tokenizer.token_to_id(token.content)
+        if token.content not in known and actual_id != stated_id:
             raise HFError(
-                f"{directory}: {TOKENIZER_CONFIG} gives {token.content!r} the id {wanted}, in "
-                f"{TOKENIZER_FILE} it would be {found}; take both files from the same model"
+                f"{directory}: {TOKENIZER_CONFIG} gives {token.content!r} the id {stated_id}, in "
+                f"{TOKENIZER_FILE} it would be {actual_id}; take both files from the same model"
             )
     known |= {token.content for _, token in declared}
     tokenizer.add_tokens([token for token in named if token.content not in known])
@@ -140,7 +140,7 @@ def _special_files(directory: Path) -> list[dict[str, Any]]:
     config = _optional_json(directory / TOKENIZER_CONFIG)
     if config.get("added_tokens_decoder") is not None:
         return [config]
-    return [config, _optional_json(directory / _SPECIAL_MAP)]  # of transformers before 4.34
+    return [config, _optional_json(directory / _SPECIAL_MAP)]  # file of transformers before 4.34
 
 
 def _special_tokens(*files: dict[str, Any]) -> list[Any]:
@@ -151,14 +151,15 @@ def _special_tokens(*files: dict[str, Any]) -> list[Any]:
         for key in _SPECIAL_LISTS:
             listed = file.get(key) or []
             values += listed.values() if isinstance(listed, dict) else listed
-    found = [{"content": value} if isinstance(value, str) else value for value in values]
-    return [_token({**value, "special": True}) for value in found if isinstance(value, dict)]
+    entries = [{"content": value} if isinstance(value, str) else value for value in values]
+    return [_token({**value, "special": True}) for value in entries if isinstance(value, dict)]
 
 
 def _without_other_keys(directory: Path, tokenizer: Any) -> dict[str, bool]:
     """Return arguments that stop transformers 5 from adding tokens for keys like `fill_token`.
 
-    Version 4 ignores these keys. A value that is no text replaces that of the file in both.
+    Version 4 ignores these keys. In both versions, a value other than text replaces the value of
+    the file.
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     values: dict[str, Any] = {}
@@ -204,20 +205,20 @@ def _require_same_ids(directory: Path, tokenizer: Any, wrapped: Any) -> None:
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int] | None:
-    """Encode a text; None if the tokenizer refuses it, as one of whole words may."""
+    """Encode a text; None if the tokenizer refuses it, which tokenizers of whole words may do."""
     try:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
     except Exception:  # the package raises no other type
         return None
-    return found
+    return ids
 
 
 def _wrapped_ids(wrapped: Any, text: str, special: bool) -> list[int] | None:
     try:
-        found: list[int] = wrapped(text, add_special_tokens=special, verbose=False)["input_ids"]
+        ids: list[int] = wrapped(text, add_special_tokens=special, verbose=False)["input_ids"]
     except Exception:  # as above
         return None
-    return found
+    return ids
 
 
 def _one_line(error: Exception) -> str:

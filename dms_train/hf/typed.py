@@ -52,7 +52,7 @@ def _kinds(hint: Any) -> list[type]:
     """List the classes that an annotation allows; `object` where it is no class."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
-        return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
+        return [kind for argument in typing.get_args(hint) for kind in _kinds(argument)]
     kind = origin or hint
     known = isinstance(kind, type) and kind is not Any and not hasattr(kind, "_is_protocol")
     return [kind if known else object]

@@ -25,7 +25,7 @@ class Values:
     values: Mapping[str, Any]
 
     def refusal(self, key: str, value: Any, fix: str) -> HFError:
-        """Make the error that names a key, its value and what to do."""
+        """Build the error that names a key, its value and a remedy."""
         shown = "null" if value is None else repr(value)
         return HFError(f"{self.where}: {key}={shown} is not supported; {fix}")
 
@@ -33,19 +33,19 @@ class Values:
         """Return a finite number; HFError if it is of another type, or absent without default."""
         value = self._get(key, default)
         try:
-            found = float(value) if type(value) in (int, float) else math.nan
+            number = float(value) if type(value) in (int, float) else math.nan
         except OverflowError:  # an integer beyond the largest float
-            found = math.inf
-        if not math.isfinite(found):
+            number = math.inf
+        if not math.isfinite(number):
             raise self.refusal(key, value, "state a finite number")
-        return found
+        return number
 
     def positive(self, key: str, default: float | None = None) -> float:
         """Return a finite number above 0; errors as `number`."""
-        found = self.number(key, default)
-        if found <= 0:
+        number = self.number(key, default)
+        if number <= 0:
             raise self.refusal(key, self.values[key], "state a number above 0")
-        return found
+        return number
 
     def positive_or_none(self, key: str) -> float | None:
         """Return a finite number above 0, or None if absent or null; errors as `number`."""

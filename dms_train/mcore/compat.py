@@ -31,8 +31,8 @@ def add_to_main_grad(weight: Any, inputs: Tensor, d_out: Tensor) -> Tensor | Non
     """Add d_out^T inputs to a weight's fp32 `main_grad`, as megatron's fused layers do.
 
     Returns:
-        The value for autograd in place of a gradient, which marks the weight as done for
-        megatron; None for one that an embedding shares, whose own gradient does that.
+        Placeholder gradient for autograd; it marks the weight as finished for megatron. None if an
+        embedding shares the weight, because the embedding's own gradient marks it.
     """
     layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, d_out, weight.main_grad)
     weight.grad_added_to_main_grad = True
@@ -51,10 +51,10 @@ def _wraps_torch_adam(part: Any) -> bool:
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Give Adam the state that a checkpoint is saved from or loaded into; changes no weight.
+    """Create Adam's state, which a checkpoint is saved from or loaded into; change no weight.
 
-    Megatron makes that of torch by an update with gradients of zeros, which take as much memory
-    again as the fp32 weights.
+    Megatron creates the state of torch's Adam by an update with zero gradients. These take as much
+    memory as the fp32 weights.
     """
     for part in optimizer_parts(optimizer):
         if part.optimizer.state:
@@ -64,7 +64,7 @@ def create_optimizer_state(optimizer: Any) -> None:
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.numel():  # of an empty shard torch keeps nothing
+                if parameter.numel():  # torch keeps no state for an empty shard
                     part.optimizer.state[parameter] = _zero_state(parameter, bool(group["fused"]))
 
 
@@ -117,7 +117,7 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
                 entry["step"] = entry["step"].clone()
         else:
             for group in part.optimizer.param_groups:
-                group["step"] = int(group.get("step", 0))  # torch's counts in floating point
+                group["step"] = int(group.get("step", 0))  # torch's Adam counts in floating point
 
 
 def reduced_gradient(optimizer: Any, parameter: Any, group: dist.ProcessGroup) -> Tensor:
@@ -173,19 +173,19 @@ def _scale(_chunk: int, _flag: Tensor, lists: list[list[Tensor]], factor: float)
 
 
 def accumulate_in_place(device: torch.device) -> bool:
-    """Let weight gradients be added to the fp32 buffer by the product that computes them.
+    """Let the matrix product of a weight gradient add it to the fp32 buffer.
 
     Returns:
-        Whether they are; a torch without products of mixed precision cannot.
+        Whether it does; a torch without matrix products of mixed precision cannot.
     """
     if layers._grad_accum_fusion_available:
         return True
     try:
-        sums = torch.zeros(16, 16, device=device)
+        weight_grad = torch.zeros(16, 16, device=device)
         one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-        _add_weight_gradient(one, one, sums)
-        _add_weight_gradient(one, one, sums)
-        if (sums != 32.0).any():
+        _add_weight_gradient(one, one, weight_grad)
+        _add_weight_gradient(one, one, weight_grad)
+        if (weight_grad != 32.0).any():
             return False
     except (AttributeError, TypeError, RuntimeError):
         return False
@@ -196,12 +196,17 @@ def accumulate_in_place(device: torch.device) -> bool:
     return True
 
 
-def _add_weight_gradient(inputs: Tensor, d_out: Tensor, sums: Tensor) -> None:
-    """Add d_out^T inputs to sums, float32 [out, in]; d_out [tokens, out], inputs [tokens, in]."""
+def _add_weight_gradient(inputs: Tensor, d_out: Tensor, weight_grad: Tensor) -> None:
+    """Add d_out^T inputs to `weight_grad`, float32 [out, in].
+
+    `d_out` is [tokens, out], `inputs` [tokens, in].
+    """
     if inputs.dtype == torch.float32:
-        sums.addmm_(d_out.t(), inputs)
+        weight_grad.addmm_(d_out.t(), inputs)
     else:
-        torch.ops.aten.addmm.dtype_out(sums, d_out.t(), inputs, torch.float32, out=sums)
+        torch.ops.aten.addmm.dtype_out(
+            weight_grad, d_out.t(), inputs, torch.float32, out=weight_grad
+        )
 
 
 def use_results_queue(queue: Any) -> None:
@@ -215,7 +220,7 @@ def rng_state_setter() -> tuple[Any, str]:
 
 
 def close_process_groups() -> None:
-    """Close megatron's groups, which it only drops; each holds threads and connections."""
+    """Close megatron's groups, which hold threads and connections; megatron only drops them."""
     for group in parallel_state._global_process_group_list or ():
         if group is not None:
             dist.destroy_process_group(group)

@@ -185,7 +185,7 @@ class McoreEngine:
 
     def _gradients(self, plan: StepPlan, batches: list[Batch]) -> DeviceTotals:
         for chunk in self._chunks:
-            if not chunk.training:  # it visits all modules
+            if not chunk.training:  # `train` visits all modules
                 chunk.train()
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -194,8 +194,8 @@ class McoreEngine:
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
         """Return loss and gradient norm of a batch, finite or not; nothing is updated."""
-        totals = self.forward_backward(plan, batches)
-        return totals.loss, optim.gradient_norm(self._optimizer)
+        pass_totals = self.forward_backward(plan, batches)
+        return pass_totals.loss, optim.gradient_norm(self._optimizer)
 
     def train_step(
         self, plan: StepPlan, batches: list[Batch], meanwhile: Callable[[], None] = lambda: None
@@ -206,18 +206,18 @@ class McoreEngine:
         norm is not finite. `meanwhile` is called once while a GPU computes the gradients.
         """
         optim.set_step(self._scheduler, plan.stage_step)
-        statistics = self._gradients(plan, batches)
+        device_totals = self._gradients(plan, batches)
         meanwhile()
         # read between norm and update, so that the host waits for the GPU once, and for no update
-        totals = functools.cache(statistics.read)
-        update = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))
+        read_totals = functools.cache(device_totals.read)
+        update = optim.step(self._optimizer, lambda: math.isfinite(read_totals().loss))
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
-            totals(),
+            read_totals(),
             batches,
             grad_norm=update.grad_norm,
             learning_rate=learning_rate,
-            memory_bytes=totals().memory_bytes,
+            memory_bytes=read_totals().memory_bytes,
             skipped=not update.updated,
         )
 
@@ -226,24 +226,24 @@ class McoreEngine:
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
-            totals = self._run(plan, batches, forward_only=True).read()
-            kept = self._kept(totals) if plan.eviction != "none" else ()
-        return self._result(totals, batches, kept=kept)
+            pass_totals = self._run(plan, batches, forward_only=True).read()
+            kept = self._kept(pass_totals) if plan.eviction != "none" else ()
+        return self._result(pass_totals, batches, kept=kept)
 
-    def _kept(self, totals: PassTotals) -> tuple[tuple[float, ...], ...]:
+    def _kept(self, pass_totals: PassTotals) -> tuple[tuple[float, ...], ...]:
         a = self.architecture
         shape = (a.num_layers, a.num_query_groups)
-        return retention.kept(self._models, self.view, shape, totals.positions)
+        return retention.kept(self._models, self.view, shape, pass_totals.positions)
 
-    def _result(self, totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
+    def _result(self, pass_totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
         length = batches[0].tokens.shape[1]
         return StepResult(
-            loss=totals.loss,
-            terms=totals.terms,
-            aux_loss=totals.aux_loss,
-            alpha=totals.alpha / totals.samples,
-            cr_factor=totals.positions / totals.live if totals.live else math.nan,
-            kv_reads=length * totals.reads / totals.samples,
+            loss=pass_totals.loss,
+            terms=pass_totals.terms,
+            aux_loss=pass_totals.aux_loss,
+            alpha=pass_totals.alpha / pass_totals.samples,
+            cr_factor=pass_totals.positions / pass_totals.live if pass_totals.live else math.nan,
+            kv_reads=length * pass_totals.reads / pass_totals.samples,
             **extra,
         )
 
@@ -292,11 +292,11 @@ class McoreEngine:
 
         Args:
             path: Folder of the checkpoint, which appears when it is complete.
-            state: JSON values to store with it.
+            state: JSON values to store with the checkpoint.
             wait: Return when it is complete; otherwise `finish_save` reports it.
 
         Raises:
-            SaveError: It cannot be written; the same on every rank.
+            SaveError: The checkpoint cannot be written; the same on every rank.
         """
         self._save(path, self._optimizer, state)
         if wait:
@@ -306,7 +306,7 @@ class McoreEngine:
         """Return a checkpoint whose writing has ended, or must end now; None without one.
 
         Raises:
-            SaveError: It could not be written; the same on every rank.
+            SaveError: The checkpoint could not be written; the same on every rank.
         """
         return self._saver.finish(wait=wait)
 
@@ -330,13 +330,14 @@ class McoreEngine:
         """Load a checkpoint and return its JSON state.
 
         Args:
-            path: Its folder.
+            path: Folder of the checkpoint.
             with_optimizer: Load the optimizer's state too.
-            verified: Its checksums were compared already; otherwise all ranks do that first.
+            verified: True if the checksums were compared already; otherwise all ranks compare them
+                first.
 
         Raises:
-            CheckpointError: As `checkpoint.verify` and `checkpoint.load`.
-            ModelError: Its weights hold NaN or infinite numbers.
+            CheckpointError: See `checkpoint.verify` and `checkpoint.load`.
+            ModelError: The weights hold NaN or infinite numbers.
         """
         if not verified:
             checkpoint.verify(path, self.view)
@@ -348,7 +349,7 @@ class McoreEngine:
         return checkpoint_state.read_state(path)
 
     def load_hf(self, source: weights.WeightSource) -> None:
-        """Replace the student's weights by those of a Hugging Face directory."""
+        """Replace the student's weights by the weights of a Hugging Face directory."""
         optim.wait_for_param_gather(self._chunks)
         weights.load(self._models, source, self.architecture, self.view)
         if self._optimizer is not None:

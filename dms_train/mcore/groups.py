@@ -104,18 +104,18 @@ def value_of_rank_0(value: Any) -> Any:
 
 def values(value: T) -> list[T]:
     """Return the values of all ranks, in rank order, on every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def any_rank(flag: bool, view: ParallelView) -> bool:
     """Return on every rank whether `flag` is true on any rank; waits for all ranks."""
     if view.world_size == 1:
         return flag
-    found = torch.tensor(float(flag), device=view.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+    largest_flag = torch.tensor(float(flag), device=view.device)
+    dist.all_reduce(largest_flag, op=dist.ReduceOp.MAX)
+    return bool(largest_flag.item())
 
 
 def of_rank_0(action: Callable[[], T]) -> T:
@@ -126,16 +126,16 @@ def of_rank_0(action: Callable[[], T]) -> T:
 def of_ranks(action: Callable[[], T]) -> list[T]:
     """Run `action` on every rank and return all results in rank order, however long it takes.
 
-    Ranks wait in a group of their own: in the training's group they would run into its timeout,
-    and NCCL would keep their GPUs busy meanwhile. The end of a rank ends the wait with an error.
+    Ranks wait in a group of their own, because they would run into the timeout of the training's
+    group. NCCL would also keep their GPUs busy. The end of a rank ends the wait with an error.
     """
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=_PATIENCE_DAYS))
-    found: list[Any] = [None] * dist.get_world_size()
+    results: list[Any] = [None] * dist.get_world_size()
     try:
-        dist.all_gather_object(found, action(), group=waiting)
+        dist.all_gather_object(results, action(), group=waiting)
     finally:
         dist.destroy_process_group(waiting)
-    return found
+    return results
 
 
 def stop(*, keep_process_group: bool = False) -> None:

@@ -12,11 +12,11 @@ from dms_train.limits import AtLeast, OneOf, Positive, Share
 # Rows of the embedding table are padded to a multiple of this for every tensor-parallel size,
 # so that a checkpoint has the same shapes in every layout.
 VOCABULARY_MULTIPLE = 128
-# Logits of one model that the loss holds at a time on a GPU.
+# Number of logits of one model that the loss holds at a time on a GPU.
 LOGITS_CHUNK = 2**28
 CUDA_GRAPH = ("auto", "always", "never")
 LAYERS = ("auto", "local", "transformer_engine")
-# bf16 pieces that hold an fp32 value exactly.
+# Number of bf16 addends that hold an fp32 value exactly.
 EXACT_PARTS = 3
 
 

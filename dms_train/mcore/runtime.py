@@ -36,7 +36,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     ) -> Any:
         if func is _TO_CUDA:
             return args[0]
-        if not kwargs:  # of most of the thousands of calls in a step
+        if not kwargs:  # most of the thousands of calls in a step end here
             if func is _TYPE and len(args) == 1:
                 # optimizers pick a parameter class by comparing with 'torch.cuda.FloatTensor'
                 return func(args[0]).replace("torch.", "torch.cuda.", 1)

@@ -1,9 +1,9 @@
 """Constants that all retrofit methods share; no torch.
 
-A method is one package beside this module. Its module `spec` has `SPEC`, the constants that every
-checkpoint and export stores, and `OPTIONS`, the `method` block of a configuration, which adds
-constants of training. Its module `attention` has `LAYER`, which changes the attention of a layer
-and adds to the loss (`method.layer`). `method.spec` finds the packages.
+A method is one package beside this module. Its module `spec` has `SPEC` and `OPTIONS`. `SPEC` holds
+the constants that every checkpoint and export stores. `OPTIONS`, the `method` block of a
+configuration, adds constants of training. The module `attention` has `LAYER`, which changes the
+attention of a layer and adds to the loss (`method.layer`). `method.spec` finds the packages.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class LayerSizes(NamedTuple):
     """One micro-batch in one layer of one rank.
 
     Attributes:
-        samples: Samples.
-        length: Tokens of each sample.
-        groups: KV heads.
-        queries: Query heads of a KV head.
+        samples: Number of samples.
+        length: Number of tokens of each sample.
+        groups: Number of KV heads.
+        queries: Number of query heads per KV head.
         head: Head size.
-        width: Bytes of a number in the precision of the weights.
+        width: Bytes per number in the precision of the weights.
         fused: Whether fused kernels replace torch operations, as on every GPU.
     """
 
@@ -105,7 +105,7 @@ class MethodSpec:
 
     @property
     def summary(self) -> str:
-        """Describe a retrofitted model, as the end of a sentence."""
+        """Return the end of a sentence that describes a retrofitted model."""
         raise NotImplementedError
 
     def check(self, path: str) -> Iterator[str]:
@@ -120,7 +120,7 @@ class MethodSpec:
             yield f"{path}.alpha_offset={self.alpha_offset}: use a finite offset"
 
     def override(self, **values: Any) -> Self:
-        """Return a checked copy in which every value that is not None replaces the present one."""
+        """Return a checked copy with the given values; None keeps the present value."""
         changed = replace(self, **{k: v for k, v in values.items() if v is not None})
         changed.require_valid()
         return changed
@@ -131,7 +131,7 @@ class MethodSpec:
 
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> Self:
-        """Build it from all of its fields; ValueError naming missing and unknown keys."""
+        """Build it from all of its fields; ValueError names missing and unknown keys."""
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             missing, extra = sorted(known - set(values)), sorted(set(values) - known)
@@ -149,7 +149,8 @@ class MethodOptions(MethodSpec):
 
     Attributes:
         alpha_in_loss: `soft`, or `hard_st` (hard forward, soft gradient) in the compression loss.
-        aux_form: `mean` normalises the compression hinge by layers x heads x tokens, `sum` not.
+        aux_form: `mean` normalises the compression hinge by layers x heads x tokens; `sum` does
+            not.
     """
 
     alpha_in_loss: Annotated[str, OneOf("soft", "hard_st")]
@@ -172,8 +173,8 @@ class MethodOptions(MethodSpec):
         return self.spec.to_dict()
 
     def kept_bytes(self, sizes: LayerSizes) -> int:
-        """Return the bytes that a layer keeps of the method for its backward pass.
+        """Return the number of bytes that a layer keeps for the backward pass of the method.
 
-        The projections and what attention keeps of its arguments are not part of it.
+        The projections and the arguments that attention keeps do not count.
         """
         raise NotImplementedError

@@ -21,7 +21,7 @@ def scale_eviction_channel(query: Tensor, channel: int, factor: float) -> Tensor
     """Return a copy of query [s, b, g, r, d] with its eviction channel multiplied by `factor`."""
     r, d = query.shape[-2:]
     mask = torch.ones(r, d, device=query.device, dtype=query.dtype)
-    mask[0, channel].fill_(factor)  # assigned, the number would be copied from the host
+    mask[0, channel].fill_(factor)  # an assignment would copy the number from the host
     return query * mask
 
 
@@ -42,8 +42,9 @@ def relax(logits: Tensor, noise: Tensor | None, tau: float) -> tuple[Tensor, Ten
         tau: Temperature.
 
     Returns:
-        alpha = sigmoid(z), log(1 - alpha) = logsigmoid(-z), and the straight-through variant of
-        alpha (hard 0/1 forward, the gradient of the soft one), with z = (x + noise) / tau.
+        With z = (x + noise) / tau: alpha = sigmoid(z), log(1 - alpha) = logsigmoid(-z), and the
+        straight-through variant of alpha. That variant is hard 0/1 forward and has the soft
+        gradient.
     """
     z = (logits if noise is None else logits + noise) / tau
     alpha = torch.sigmoid(z)

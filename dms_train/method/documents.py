@@ -25,7 +25,7 @@ class PackedDocuments:
             int32 [documents + 1]; Megatron's name for it.
         first: First position of the document that a position belongs to, int64 [b, s].
         end: First position after that document, int64 [b, s].
-        tokens: Positions of each sequence that are not padding, int64 [b].
+        tokens: Number of positions of each sequence that are not padding, int64 [b].
         dense_reads: Slots that one KV head reads when nothing is evicted, summed over the queries
             of a sequence, over s; float32 [b].
     """

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class EvictionStats(NamedTuple):
-    """Sums over layers and KV heads, tensors float32 [b]; the order is that of the columns.
+    """Sums over layers and KV heads, tensors float32 [b], in the order of the columns.
 
     Attributes:
         alpha: Decisions as the compression loss counts them.

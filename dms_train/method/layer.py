@@ -1,7 +1,7 @@
 """The interface between a method and the attention of a layer.
 
-Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size; heads are
-those of one tensor-parallel rank.
+Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size; numbers
+of heads are per tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LayerPass(NamedTuple):
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
         sum_ranks: Sum over the tensor-parallel ranks; its gradient is summed too.
         first_rank: Whether the rank holds the model's first heads.
-        heads: KV heads of all ranks.
+        heads: Number of KV heads of all ranks.
         recorded: Whether to return logits and slots of every KV head.
     """
 
@@ -57,7 +57,7 @@ class LayerPass(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The decisions of a layer.
+    """Decisions of a layer.
 
     Attributes:
         log_keep: log(1 - alpha) by key [b, g, s], added to the score of a key outside the
@@ -65,7 +65,7 @@ class Decided(NamedTuple):
         stats: Columns of `EvictionStats`, sums over the KV heads, float32 [b, 3 or 4]; a method
             without a loss of its own leaves out the last column.
         logits: Decision logits [s, b, g], detached; None from kernels.
-        held: Slots at the last token, int64 [b, g]; None from kernels.
+        held: Number of slots at the last token, int64 [b, g]; None from kernels.
     """
 
     log_keep: Tensor
@@ -79,7 +79,8 @@ class LayerKernels(NamedTuple):
 
     Attributes:
         decide: Map activations, float32 [s, b, g], to `log_keep` and `stats` of `Decided`.
-        decide_merges: Likewise, with alpha [s, b, g] in front; 0 for a token without predecessor.
+        decide_merges: Do the same, and return alpha [s, b, g] first; 0 for a token without
+            predecessor.
         merge: Kernel for `method.dmc.merge.merge`.
     """
 
@@ -137,7 +138,7 @@ class MethodLayer(Protocol):
     def prepare_fused(
         self, projection: Projection, step: LayerPass
     ) -> tuple[Heads, Decided | None]:
-        """Do what `prepare` does when fused kernels run; by default with `prepare` itself."""
+        """Do the same as `prepare` with fused kernels; by default, call `prepare`."""
         return self.prepare(projection.heads(), step)
 
     def loss(

@@ -1,7 +1,7 @@
 """Relaxation noise keyed by (seed, step, sample, layer, KV head, position), never by rank.
 
-A rank draws exactly the slice it needs. Every parallel layout, every recomputation, CPU and GPU see
-the same noise, and resuming needs no generator state.
+Every rank draws exactly the slice that it needs. Every parallel layout, every recomputation, CPU
+and GPU see the same noise, and resuming needs no generator state.
 """
 
 from __future__ import annotations

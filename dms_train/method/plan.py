@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from dms_train.method.token_losses import TokenLoss, token_loss
 
-# Keys that earlier versions stored, and the fields that replaced them.
+# Keys of earlier versions, and the fields that replaced them.
 _RENAMED = {"neuron_scale": "channel_scale"}
 
 Eviction = Literal["none", "soft", "hard", "all"]
@@ -38,7 +38,7 @@ class StepPlan:
     noise: bool = True
 
     def __post_init__(self) -> None:
-        _ = self.token_loss  # an unknown name is refused
+        _ = self.token_loss  # raises for an unknown name
         if self.eviction not in get_args(Eviction):
             choices = ", ".join(get_args(Eviction))
             raise ValueError(f"eviction={self.eviction}: choose one of {choices}")
@@ -65,8 +65,8 @@ class StepResult:
         alpha: Mean decision, relaxed while training and hard otherwise.
         cr_factor: Tokens seen over slots live at the last token, by the inference rule.
         kv_reads: Slots attended, summed over the queries of one sample.
-        grad_norm: Before clipping; 0 for an evaluation.
-        learning_rate: Of this step; 0 for an evaluation.
+        grad_norm: Gradient norm before clipping; 0 for an evaluation.
+        learning_rate: Learning rate of this step; 0 for an evaluation.
         memory_bytes: Largest memory of any process; 0 for an evaluation.
         skipped: Whether the step changed nothing because its loss or gradient norm is not finite.
         kept: Share of the tokens held at the end of a sample, [layers][KV heads], by the inference

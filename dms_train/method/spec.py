@@ -41,7 +41,7 @@ def options_of(values: Mapping[str, Any]) -> type[MethodOptions]:
     """Return the class of a `method` block.
 
     Raises:
-        ValueError: It names no method; the known ones are listed.
+        ValueError: The block names no method; the message lists the known ones.
     """
     return OPTIONS[_kind(values)]
 
@@ -52,7 +52,7 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
     A specification without a `version` is of version 1.
 
     Raises:
-        NewerSpecError: Its version is newer than `SPEC_VERSION`.
+        NewerSpecError: The stored version is newer than `SPEC_VERSION`.
         ValueError: A key is missing or unknown, or a value cannot be used.
     """
     version = values.get("version", 1) if isinstance(values, Mapping) else 1
@@ -63,7 +63,8 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
             f"method spec version {version}: this version of dms-train reads up to {SPEC_VERSION}; "
             "install a newer dms-train"
         )
-    kind = _kind(values)  # after the version, because a newer one may have methods of its own
+    # after the version, because a newer version may have methods of its own
+    kind = _kind(values)
     current = {key: value for key, value in values.items() if key != "version"} | {KIND: kind}
     for earlier in range(version, SPEC_VERSION):
         current = _UPGRADES[earlier](current)
@@ -72,14 +73,15 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
 
 
 def _without_training(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop what version 1 stored of the training: it decides nothing that a model computes."""
+    """Drop the training constants that version 1 stored; no output of a model depends on them."""
     training = (
         "alpha_in_loss", "aux_form", "kl_direction", "kl_temperature", "consistency", "prior",
     )  # fmt: skip
     return {key: value for key, value in values.items() if key not in training}
 
 
-# Version: what makes its specification one of the next version. A new field gets its value here.
+# By version: function that upgrades its specification to the next version. A new field gets its
+# value here.
 _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _without_training}
 
 

@@ -1,7 +1,7 @@
 """SplitMix64, a counter-based generator in wrapping int64 arithmetic.
 
-A draw depends on its keys alone, so that CPU and GPU, and every order of computation, see the same
-numbers, and no generator state has to be kept.
+A draw depends on its keys alone. CPU and GPU, and every order of computation, therefore see the
+same numbers, and there is no generator state to keep.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])  # arrays are quicker for few numbers
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])  # numpy is faster for few numbers
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -22,12 +22,12 @@ _DOUBLE_BITS = 52  # so that (bits + 0.5) / 2**52 is exact in float64 and never 
 
 
 def shift_right(x: Numbers, bits: int) -> Numbers:
-    """Logical right shift of int64; `>>` copies the sign bit."""
+    """Shift int64 right logically, because `>>` copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def steps(like: Tensor, value: int | Tensor) -> Tensor:
-    """`value` steps along the stream, in the shape of `like`; a tensor, where int64 wraps.
+    """Return the offset of `value` steps in the shape of `like`; int64 wraps in a tensor only.
 
     A `value` on the device, int64 [], can change between replays of a CUDA graph.
     """
@@ -45,15 +45,15 @@ def mix(x: Numbers) -> Numbers:
 
 
 def uniform(keys: Tensor, count: int) -> Tensor:
-    """Numbers between 0 and 1, both excluded.
+    """Draw numbers between 0 and 1, both excluded.
 
     Args:
         keys: int64 [b], one stream each.
-        count: Numbers of each stream.
+        count: Number of draws per stream.
 
     Returns:
         float64 [b, count] on the device of `keys`.
     """
-    place = torch.arange(1, count + 1, device=keys.device) * GOLDEN
-    bits = shift_right(mix(keys[:, None] + place), 64 - _DOUBLE_BITS)
+    stream_steps = torch.arange(1, count + 1, device=keys.device) * GOLDEN
+    bits = shift_right(mix(keys[:, None] + stream_steps), 64 - _DOUBLE_BITS)
     return (bits.double() + 0.5) * 2.0**-_DOUBLE_BITS

@@ -1,4 +1,4 @@
-"""Token losses that a stage can train with, by the name that `stage.NAME.loss` gives.
+"""Token losses of the stages, by the name that `stage.NAME.loss` gives.
 
 A new loss is one entry of `TOKEN_LOSSES`, and one field of `LossOptions` for each parameter. It is
 written in terms of `VocabularyLosses`, which the vocabulary-parallel output layer implements. This
@@ -20,8 +20,8 @@ class LossOptions:
 
     Attributes:
         kl_direction: `teacher_student` is KL(teacher || student), `student_teacher` the reverse.
-        kl_temperature: Both models' logits are divided by it in the KL, which is multiplied by its
-            square, so that the size of the gradient stays (arXiv:1503.02531, section 2).
+        kl_temperature: Divides both models' logits in the KL. Its square multiplies the KL, which
+            keeps the size of the gradient (arXiv:1503.02531, section 2).
     """
 
     kl_direction: Annotated[str, OneOf("teacher_student", "student_teacher")] = "teacher_student"
@@ -81,7 +81,7 @@ def token_loss(name: str) -> TokenLoss:
     """Return the loss of that name.
 
     Raises:
-        ValueError: There is none; the known ones are named.
+        ValueError: No loss has that name; the message lists the known ones.
     """
     if not isinstance(name, str) or name not in TOKEN_LOSSES:
         raise ValueError(f"loss={name}: choose one of {', '.join(TOKEN_LOSSES)}")

@@ -32,8 +32,8 @@ def align_to_keys(
         decisions: [..., T], indexed by the position that took the decision; [b, g, T] with
             documents.
         spec: Gives the distance between the two.
-        keep: Value that means "kept", for keys whose decision does not exist yet; they are
-            always inside the window.
+        keep: Value that means "kept". Keys without a decision yet get it; they are always inside
+            the window.
         documents: Packed documents; no decision governs a key of another one. None is one
             document for each sequence.
 

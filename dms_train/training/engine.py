@@ -1,4 +1,4 @@
-"""Protocols of the objects that the loop calls."""
+"""Protocols of the objects that the training loop calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrainEngine(Protocol):
         """Write weights, optimizer and the JSON state, in the background unless `wait` is set.
 
         Raises:
-            ValueError: It cannot be written; the same on every rank.
+            ValueError: The checkpoint cannot be written; the same on every rank.
         """
         ...
 
@@ -50,7 +50,7 @@ class TrainEngine(Protocol):
         """Return a checkpoint whose writing has ended, or must end now; None without one.
 
         Raises:
-            ValueError: It could not be written; the same on every rank.
+            ValueError: The checkpoint could not be written; the same on every rank.
         """
         ...
 
@@ -90,7 +90,7 @@ class Evaluator(Protocol):
         """Measure, store the results and return flat numbers.
 
         Raises:
-            ValueError: It was refused; the same on every rank.
+            ValueError: A task or the export was refused; the same on every rank.
         """
         ...
 

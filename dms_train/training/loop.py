@@ -122,7 +122,7 @@ def _run_stage(stage: Stage, state: TrainState, components: TrainerComponents) -
             components.saver.poll(state.step)
         if stops and not ends:
             components.reporter.end_stage(state.step)
-            return True  # an export that is due is written when the run resumes
+            return True  # the resumed run writes the due export
         # after saving, so that a failed export loses no step
         _export_due(state, components)
     if stage.steps == 0:

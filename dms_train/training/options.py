@@ -144,12 +144,12 @@ class RunOptions:
         resume: `auto` continues from the newest valid checkpoint in `dir`, `never` refuses a
             folder that already holds one.
         load: Megatron checkpoint whose weights the student starts from, instead of the model's; a
-            run folder stands for its newest whole checkpoint, and an export will do too.
+            run folder stands for its newest whole checkpoint. An export is accepted too.
         max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
         async_save: Write checkpoints in the background while training continues.
-        keep_checkpoints: Newest checkpoints to keep, besides those of integer ratios and stage
-            ends.
+        keep_checkpoints: Number of newest checkpoints to keep, besides checkpoints of integer
+            ratios and stage ends.
         eval_interval: Steps between evaluations; 0 evaluates at the ends of stages only.
         eval_samples: Validation samples per evaluation; 0 evaluates nothing.
         log_interval: Steps between metric rows.

@@ -93,7 +93,7 @@ class Reporter:
         self.throughput.pause()
 
     def note(self, text: str) -> None:
-        """Log any other line."""
+        """Log a line."""
         logger().info(text)
         self.throughput.pause()
 

@@ -20,7 +20,7 @@ from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.state import TrainState
 
-# On slow storage the files of a checkpoint take longer to delete than other ranks wait for rank 0.
+# On slow storage, deleting a checkpoint takes longer than other ranks wait for rank 0.
 _REMOVAL_PATIENCE_SECONDS = 30.0
 
 
@@ -31,7 +31,7 @@ class Saver:
     Attributes:
         folder: Folder of the run's checkpoints.
         is_main_rank: Whether this process removes old checkpoints.
-        provenance: Stored with every checkpoint.
+        provenance: JSON values that are stored with every checkpoint.
     """
 
     engine: TrainEngine
@@ -53,7 +53,7 @@ class Saver:
     ) -> None:
         """Save the position of the run, after finishing a pending save.
 
-        It waits up to 30 seconds for checkpoints that are being deleted, because they take space.
+        First wait up to 30 seconds for checkpoints that are being deleted, because they take space.
 
         Args:
             state: The position.
@@ -159,14 +159,15 @@ def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
 
     A folder that cannot be renamed is logged and left.
 
-    Folders of later steps than `saved` do not count: a run that resumed before a damaged
-    checkpoint must not delete its own checkpoints in favour of that one.
+    Folders of later steps than `saved` do not count. Otherwise a run that resumed before a damaged
+    checkpoint would delete its own checkpoints in favour of the damaged one.
     """
     checkpoints = sorted(saved.parent.glob("step_????????"))
     temporary = [path for path in checkpoints if path.name <= saved.name and _is_temporary(path)]
     old = temporary[: max(0, len(temporary) - keep)]
     for path in old:
-        left = path.with_name(f"{path.name}.removed.partial")  # never half of a checkpoint
+        # renamed first, so that no reader sees half of a checkpoint
+        left = path.with_name(f"{path.name}.removed.partial")
         try:
             path.rename(left)
         except OSError as error:
@@ -176,7 +177,7 @@ def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
 
 
 def remove_unfinished(folder: Path, removals: Removals) -> None:
-    """Delete what interrupted saves left, except a checkpoint that was not replaced yet."""
+    """Delete the remains of interrupted saves, except a checkpoint that was not replaced yet."""
     for path in folder.glob("step_*.partial"):
         whole = path.with_name(path.name.partition(".")[0])
         if path.name.endswith(".old.partial") and not whole.exists():

@@ -1,8 +1,8 @@
 """Record skipped steps, and end a run with too many of them.
 
 The engine does not update weights and optimizer when the loss or the norm of the gradients is not
-finite. The schedules advance, because they are functions of the step. The step's samples and plan
-are written to `skipped/step_*.json`; `cli/replay.py` computes it again.
+finite. The schedules advance, because they are functions of the step. The samples and the plan of
+the step are written to `skipped/step_*.json`; `cli/replay.py` computes the step again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SkipRecord:
         """Record a step that has ended; `state` is the position after it.
 
         Raises:
-            DivergenceError: It was the last of `max_consecutive` skipped steps in a row.
+            DivergenceError: The step was the last of `max_consecutive` skipped steps in a row.
         """
         if not result.skipped:
             state.skipped_in_a_row = 0

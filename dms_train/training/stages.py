@@ -1,6 +1,6 @@
 """Stages of the recipe: each is a number of steps and a plan for every step.
 
-Steps count from 1 inside the formulas, so the last step of a ramp reaches its end: the eviction
+Steps count from 1 inside the formulas, so the last step of a ramp reaches its end. The eviction
 channel is zero in the last zeroing step, and the ratio is the target in the last retrofit step.
 """
 
@@ -173,7 +173,7 @@ def _build(name: str, options: StageOptions, warmup: int, ratio: float) -> Stage
             steps_per_cr=r.steps_per_cr,
         )
     h = options.hold
-    # a ratio that is held is a retrofit that starts at its target
+    # holding a ratio is a retrofit that starts at its target
     return RetrofitStage(
         name=name,
         steps=h.steps,

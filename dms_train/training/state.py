@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-# Keys that earlier versions stored in checkpoints, and the fields that replaced them.
+# Keys of checkpoints of earlier versions, and the fields that replaced them.
 _RENAMED = {"neuron_scale": "channel_scale"}
 
 
@@ -15,15 +15,15 @@ class TrainState:
 
     Attributes:
         stage: Index of the current stage in `stage.run`.
-        stage_step: Steps done in it.
-        step: Steps done in all.
+        stage_step: Number of finished steps in the current stage.
+        step: Number of finished steps in all stages.
         consumed_samples: Position in the data.
         loaded_cr: Compression ratio of the student the run began with.
         target_cr: Compression ratio of the last retrofit step.
         channel_scale: Factor on the eviction channel in the last step; 1 is the original model.
         eviction_enabled: Whether the eviction channel makes decisions.
-        skipped_steps: Steps in all whose loss or gradient was not finite; they changed nothing.
-        skipped_in_a_row: How many of the latest steps were skipped.
+        skipped_steps: Number of steps without an update, because loss or gradient was not finite.
+        skipped_in_a_row: Number of consecutive skipped steps up to the latest step.
         exported: Name of the export that holds the current weights, if one does.
         due_export: Name of the export that still has to be written from these weights.
     """
@@ -59,6 +59,6 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Read it from the state of a checkpoint of any version; other keys are ignored."""
+        """Build it from the state in a checkpoint of any version; other keys are ignored."""
         current = {_RENAMED.get(key, key): value for key, value in values.items()}
         return cls(**{f.name: current[f.name] for f in fields(cls) if f.name in current})

@@ -12,11 +12,11 @@ from dms_train.evaluation.analysis.comparison import Cost, Margin, Mark, line
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLORS = {"Vanilla": "#7b4fa3", "DMS": "#3c9a3c"}  # as in the paper
+_COLORS = {"Vanilla": "#7b4fa3", "DMS": "#3c9a3c"}  # colours of the paper
 _OTHERS = (
     *("#d29a00", "#2b7bba", "#c0392b", "#5f6b6d", "#e377c2", "#17a2a2", "#8c564b", "#1f3a93"),
 )
-_SMALLEST_COST = 1e-9  # a cost of 0 has no place on a logarithmic axis
+_SMALLEST_COST = 1e-9  # a logarithmic axis cannot show a cost of 0
 _SVG = "http://www.w3.org/2000/svg"
 # Without these, matplotlib writes its own address and the date into each figure.
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -51,7 +51,7 @@ def scaling_chart(
     for number, mark in enumerate(marks):
         named = (mark.method, mark.cost, mark.accuracy) in best
         point = (max(mark.cost, _SMALLEST_COST), 100 * mark.accuracy)
-        # smaller and paler where it is not on the frontier
+        # points off the frontier are smaller and paler
         look = {"markersize": 6.5} if named else {"markersize": 4.5, "alpha": 0.45}
         (dot,) = axes.plot(*point, "o", color=color(mark.method, methods), gid=f"p{number}", **look)
         dot.set_url(f"#run-{mark.run[:12]}" if mark.run and links else None)
@@ -133,7 +133,8 @@ def _svg(figure: Figure, title: str, texts: Mapping[str, str]) -> str:
 
     Args:
         figure: The figure.
-        title: Its name for screen readers, and the salt of its ids, which a page must not repeat.
+        title: Name of the figure for screen readers, and salt of its ids. Every figure of a page
+            needs its own title.
         texts: Text that an element shows on hover, by the element's id.
     """
     from matplotlib import rc_context
@@ -149,5 +150,5 @@ def _svg(figure: Figure, title: str, texts: Mapping[str, str]) -> str:
         element.attrib.pop("target", None)  # links stay on the page
         if (text := texts.get(element.attrib.get("id", ""))) is not None:
             ElementTree.SubElement(element, f"{{{_SVG}}}title").text = text
-            del element.attrib["id"]  # other figures of the page have the same
+            del element.attrib["id"]  # other figures of the page repeat this id
     return ElementTree.tostring(image, encoding="unicode")

@@ -1,4 +1,4 @@
-"""Methods beside each other: points of each task, their averages, and margins with intervals."""
+"""Comparison of methods: points of each task, their averages, and margins with intervals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Margin(NamedTuple):
     Attributes:
         task: Title.
         first: Method.
-        second: Method it is compared with.
+        second: Method that `first` is compared with.
         value: Accuracy points, None where no interval of budgets is common.
         interval: 95 % bootstrap interval over documents; None without one.
     """
@@ -77,7 +77,7 @@ class Comparison:
     """The points of several runs.
 
     Args:
-        results: Runs of one original model and of what was made of it.
+        results: Runs of one original model and of the models made from it.
 
     Raises:
         EvaluationError: Runs of a task were prompted or sampled differently.

@@ -15,7 +15,8 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.results import RunResult
 from dms_train.evaluation.scaling.store import Row
 
-_CHAINS, _TEXT = 400, 4000  # most chains of a run, and characters of each, that a page shows
+# Maximum number of chains of a run, and of characters of a chain, on a page.
+_CHAINS, _TEXT = 400, 4000
 _NOTES = (
     "KV reads are those of decoding, summed over the chains of a document; peak tokens are what "
     "its chains hold at the same time, each with its own prompt. Both are means over layers and KV "
@@ -68,11 +69,11 @@ def markdown(comparison: Comparison) -> str:
         EvaluationError: No run holds a chain.
     """
     _require_points(comparison)
-    parts = ["# Evaluation", _NOTES]
-    parts += [table.markdown() for table in _all_tables(comparison)]
-    parts += ["## Published by the paper, not measured here"]
-    parts += [table.markdown() for table in tables.published_tables()]
-    return "\n\n".join(parts) + "\n"
+    sections = ["# Evaluation", _NOTES]
+    sections += [table.markdown() for table in _all_tables(comparison)]
+    sections += ["## Published by the paper, not measured here"]
+    sections += [table.markdown() for table in tables.published_tables()]
+    return "\n\n".join(sections) + "\n"
 
 
 def page(comparison: Comparison) -> str:
@@ -86,7 +87,7 @@ def page(comparison: Comparison) -> str:
     known = "".join(
         f"<div class='wide'>{table.html()}</div>" for table in tables.published_tables()
     )
-    parts = [
+    lines = [
         "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
         # a browser refuses to load anything for this page
         "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
@@ -99,7 +100,7 @@ def page(comparison: Comparison) -> str:
         f"<h2>Chains</h2>{''.join(_chains(result) for result in comparison.results)}",
         f"</main><script>{_SCRIPT}</script></body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _require_points(comparison: Comparison) -> None:
@@ -145,7 +146,7 @@ def _chains(result: RunResult) -> str:
     more = f", the first {_CHAINS:,} of {len(rows):,}" if len(rows) > _CHAINS else ""
     files = ", ".join(str(folder / "chains") for folder in result.folders)
     head = "<th>document</th><th>chain</th><th>tokens</th><th>end</th><th>verdict</th><th>text</th>"
-    if not result.header["publishable"]:  # the authors of the task ask for it
+    if not result.header["publishable"]:  # the authors of the task ask not to publish its items
         rows = [{**row, "text": "(not shown)"} for row in rows]
     body = "".join(_chain(row) for row in rows[:_CHAINS])
     return (

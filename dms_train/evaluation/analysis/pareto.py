@@ -22,8 +22,8 @@ class BudgetPoint(NamedTuple):
 def frontier(points: Iterable[BudgetPoint]) -> list[BudgetPoint]:
     """Return the points that no other point dominates, by rising budget.
 
-    A point dominates another if it needs no larger budget and is no less accurate, and is better in
-    one of them.
+    A point dominates another if it is at least as good in budget and accuracy, and better in one of
+    them.
     """
     kept: list[BudgetPoint] = []
     for point in sorted(points, key=lambda p: (p.budget, -p.accuracy)):

@@ -1,7 +1,7 @@
 """The model class of lm-evaluation-harness over the inference engine.
 
-Prompts, lengths and answers are treated as by the harness' own class for transformers (`HFLM`), so
-that both give the same numbers for the same weights.
+Prompts, lengths and answers are handled like in the harness' own class for transformers (`HFLM`).
+Both give the same numbers for the same weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dms_train.inference.tokenizer import read_stop_ids
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
 _AHEAD = 4  # requests in the engine for each cache row, so that rows never wait for the host
-_TEXTS = 1024  # that are encoded at a time
+_TEXTS = 1024  # texts that are encoded at a time
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
@@ -59,8 +59,8 @@ class _Shared(NamedTuple):
 class EngineLM(TemplateLM):  # type: ignore[misc]
     """A model for `lm_eval.simple_evaluate`, dense or exported with DMS.
 
-    Likelihoods are computed through the cache, with the tokens that the model holds at each place
-    when it generates. The continuations of one context share its computation.
+    Likelihoods are computed through the cache, with the tokens that the model would hold at each
+    position of a generated text. The continuations of one context share its computation.
 
     Args:
         model: Directory or hub id (local cache only), with a tokenizer.
@@ -83,7 +83,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self._stop_ids = sorted(read_stop_ids(directory))
         self._seed, self._name = seed, str(model)
         self._prefix = self.tokenizer.decode(self.prefix_token_id)
-        self._encoded: dict[str, list[int]] = {}  # texts of the requests that are prepared
+        self._encoded: dict[str, list[int]] = {}  # token ids by text, of prepared requests
 
     @property
     def eot_token_id(self) -> int:
@@ -102,12 +102,12 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model computes of a text."""
+        """Maximum number of tokens of a text."""
         return self.engine.longest
 
     @property
     def max_gen_toks(self) -> int:
-        """Most tokens to generate where a task states nothing."""
+        """Maximum number of tokens to generate for a task without its own number."""
         return 256
 
     @property
@@ -166,7 +166,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         """
         pairs = [request.args for request in requests]
         texts = [text for c, more in pairs if c for text in (c + more, c.rstrip())]
-        texts = list(dict.fromkeys(texts))  # those that are encoded one by one otherwise
+        texts = list(dict.fromkeys(texts))  # the harness would encode these one by one
         self._encoded = dict(zip(texts, self._encode_all(texts), strict=True))
         answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return answers
@@ -261,9 +261,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         for special in (False, True):
             numbers = [i for i, x in enumerate(texts) if x.startswith(self._prefix) != special]
             for begin in range(0, len(numbers), _TEXTS):
-                part = numbers[begin : begin + _TEXTS]
-                ids = self.tokenizer([texts[i] for i in part], add_special_tokens=special)
-                for number, tokens in zip(part, ids["input_ids"], strict=True):
+                batch = numbers[begin : begin + _TEXTS]
+                ids = self.tokenizer([texts[i] for i in batch], add_special_tokens=special)
+                for number, tokens in zip(batch, ids["input_ids"], strict=True):
                     encoded[number] = tokens
         return encoded
 

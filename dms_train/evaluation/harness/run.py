@@ -42,7 +42,7 @@ class HarnessOptions:
         tasks: Names of tasks, groups or tags, or paths of their YAML files.
         include_path: Folder with further YAML files.
         num_fewshot: Examples before each question; None takes the task's own.
-        limit: Documents of each task, or their share below 1; None takes all.
+        limit: Number of documents of each task, or a share below 1; None takes all.
         gen_kwargs: Changes of `generation_kwargs`, such as `temperature=0.7,do_sample=true`.
         system_instruction: Text before every prompt.
         apply_chat_template: Turn prompts into chats by the model's template.
@@ -102,7 +102,7 @@ def load_tasks(options: HarnessOptions) -> list[Any]:
 def evaluate(
     model: str, engine_options: EngineOptions, tasks: list[Any], options: HarnessOptions
 ) -> dict[str, Any]:
-    """Return results in the form of lm-evaluation-harness, with samples and a block `dms`.
+    """Evaluate tasks; return results in the form of lm-evaluation-harness, with a block `dms`.
 
     Args:
         model: Directory or hub id (local cache only).
@@ -147,7 +147,7 @@ def write_results(results: dict[str, Any], folder: Path, *, samples: bool) -> No
 
     Args:
         results: From `evaluate`.
-        folder: Output folder; made if it is not there.
+        folder: Output folder; created if absent.
         samples: Also write prompts, answers and scores of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
         raise EvaluationError(f"task {name}: lm-evaluation-harness has no such task{hint}")
     try:
         loaded: dict[str, Any] = manager.load([name])
-    except Exception as error:  # of the hub, of the files of data sets, of the task's own code
+    except Exception as error:  # errors of the hub, of data sets, of the task's own code
         reason = " ".join(str(error).split())[:200]
         hint = "" if download else "; --download fetches its data set where it is not on this disk"
         raise EvaluationError(f"task {name}: {reason}{hint}") from None

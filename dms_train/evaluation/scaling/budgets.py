@@ -11,7 +11,7 @@ class Budget(NamedTuple):
     """One point of a sweep.
 
     Attributes:
-        length: Most generated tokens of a chain, in units of 1,024.
+        length: Maximum number of generated tokens of a chain, in units of 1,024.
         width: Chains of a document.
         cr: Compression ratio of the model or of its policy.
     """

@@ -1,4 +1,4 @@
-"""Generates the chains of documents and traces what each of them costs."""
+"""Generation of the chains of documents, with a trace of the costs of each."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class GeneratedChain:
     """One continuation with its costs.
 
     Attributes:
-        output: Generated text and its costs.
-        trace: Its costs at each token.
+        output: Generated text, with total costs.
+        trace: Costs of the chain at each token.
     """
 
     output: CompletionOutput

@@ -22,14 +22,14 @@ def reads_within(trace: KVTrace, tokens: int) -> float:
 
 
 def peak_within(trace: KVTrace, tokens: int) -> float:
-    """Return the peak tokens of a chain, cut off likewise; 0 for a chain without tokens."""
+    """Return the peak tokens of a chain, cut off in the same way; 0 for a chain without tokens."""
     kept = trace.live_tokens[:tokens]
     return kept.max().item() if len(kept) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Most tokens in memory.
+    """Largest number of tokens in memory.
 
     Attributes:
         separate: Every chain holds its own prompt.

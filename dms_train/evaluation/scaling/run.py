@@ -84,9 +84,9 @@ class CheckedRun(NamedTuple):
         task: Task of the options.
         directory: Directory of the model.
         documents: Documents in order.
-        prompts: Text of each.
-        longest: Tokens of the longest prompt.
-        prompt_format: Around them.
+        prompts: Prompt of each document.
+        longest: Number of tokens of the longest prompt.
+        prompt_format: Format around the prompts.
         window: Newest tokens that the policy never evicts; None where it evicts none.
         cr: Compression ratio of the run.
         engine: Engine options.
@@ -234,7 +234,7 @@ def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[
         return None, options.model.cr or max(1.0, ratio)
     if policy.window is None and policy.cr is None:
         raise EvaluationError("policy.name=window: give policy.window or policy.cr")
-    if policy.cr is not None:  # a window of w tokens holds w + 1, the newest one included
+    if policy.cr is not None:  # with the newest token, a window of w tokens holds w + 1 tokens
         return max(1, int(total / policy.cr) - 1), policy.cr
     assert policy.window is not None
     return policy.window, options.model.cr or max(1.0, total / (policy.window + 1))
@@ -282,7 +282,7 @@ def _stored_as(cache_dtype: str) -> dict[str, str]:
 
 
 def _task_config(options: EvaluationOptions) -> dict[str, Any]:
-    """Return the options that decide the documents, which are hashed besides."""
+    """Return the options that decide the documents; the documents themselves are hashed too."""
     names = ("name", "fixture", "limit", "seed", "context_length")
     return {name: getattr(options.task, name) for name in names}
 
@@ -355,7 +355,7 @@ def _prompted(
 def evaluate(
     prepared: PreparedRun, note: Callable[[str], None], job: str = ""
 ) -> results.RunResult:
-    """Generate and score what is missing of a run, then write its summary.
+    """Generate and score the missing chains of a run, then write its summary.
 
     Args:
         prepared: From `prepare`.

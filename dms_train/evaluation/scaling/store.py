@@ -33,10 +33,10 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """Start a run in a folder, or join the one that is there.
+    """Start a run in a folder, or join the run that exists there.
 
     Args:
-        folder: Made if absent.
+        folder: Folder of the run; created if absent.
         header: Content of `run.json`; `config` and `config_hash` decide whether it is the same run.
 
     Returns:
@@ -52,7 +52,7 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
         stream.flush()
         os.fsync(stream.fileno())
     try:
-        os.link(written, folder / RUN)  # of several processes that start, one is the first
+        os.link(written, folder / RUN)  # several processes may start; one is the first
         sync_folder(folder)
     except FileExistsError:
         pass
@@ -83,7 +83,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     """Return the content of `run.json` in a folder.
 
     Raises:
-        EvaluationError: There is none, or it is damaged or of another program.
+        EvaluationError: The file is absent, damaged, or from another program.
     """
     try:
         content = json.loads((folder / RUN).read_text(encoding="utf-8"))
@@ -199,10 +199,10 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[Path]:
-    """Return folders of runs: the given ones, and those below the given ones.
+    """Return the folders of runs at or below the given paths.
 
     Raises:
-        EvaluationError: There is none at or below a path.
+        EvaluationError: No run lies at or below a path.
     """
     for path in paths:
         folders = sorted({file.parent for file in path.rglob(RUN)})

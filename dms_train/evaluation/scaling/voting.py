@@ -50,7 +50,7 @@ def pass_at_k(chains: int, right: int, k: int) -> float:
 
     Args:
         chains: n, at least k.
-        right: c, how many of them are right.
+        right: c, number of right chains among them.
         k: Chains that are drawn.
     """
     return 1.0 - comb(chains - right, k) / comb(chains, k)

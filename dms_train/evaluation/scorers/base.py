@@ -1,4 +1,4 @@
-"""Interface of scorers, which judge the texts that a model wrote for one document."""
+"""Interface of scorers, the judges of the texts that a model wrote for one document."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Scorer(ABC):
     """Judge of texts with a `name`, added as tasks are (`scorers.registry`).
 
     Attributes:
-        name: Name by which tasks refer to it.
-        runs_code: True if it runs programs that a model wrote.
+        name: Name by which tasks refer to the scorer.
+        runs_code: True if the scorer runs programs that a model wrote.
     """
 
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Scorers by name: the modules of this package, and those of other distributions.
+"""Scorers by name: modules of this package and of other distributions.
 
 Another distribution adds a scorer by an entry point of the group `dms_train.scorers` that names a
 subclass of `Scorer`, a running program with `register_scorer`. The entry point has the scorer's

@@ -24,9 +24,9 @@ class Document:
     """One problem.
 
     Attributes:
-        id: Unique in its task.
-        question: Text of the problem, as the prompt contains it.
-        gold: Right answers in the order in which they are asked for; most problems have one.
+        id: Name of the document, unique in its task.
+        question: Text of the problem in the wording of the prompt.
+        gold: Right answers, in the order of the questions; most problems have one.
         details: Further values for the prompt or the scorer; plain JSON.
     """
 
@@ -77,7 +77,7 @@ class TaskSampling:
     Attributes:
         temperature: 0 is greedy.
         top_p: Share of the probability that is sampled from.
-        max_tokens: Most tokens of an answer; None leaves it to the length of the run.
+        max_tokens: Maximum number of tokens of an answer; None leaves it to the length of the run.
     """
 
     temperature: float = 0.6
@@ -89,16 +89,16 @@ class Task(ABC):
     """Benchmark with a `name`: a module of this package, an entry point or `register_task`.
 
     Attributes:
-        name: On the command line.
-        title: In tables.
+        name: Name on the command line.
+        title: Name in tables.
         scorer: Name of a scorer in `evaluation.scorers`.
         aggregate: Rule for several chains.
-        sampling: Its own settings.
-        where: Source of its documents for a user, in a few words.
-        source: Its file on the hub; None for a task that is generated or made by the user.
+        sampling: Published sampling settings.
+        where: Source of the documents for a user, in a few words.
+        source: File of the task on the hub; None for a task that is generated or made by the user.
         scores_truncated: True if a text that reached `max_tokens` is scored. Reasoning that is cut
             off is wrong; a short answer of fixed length is not.
-        published: Rows of its file where there is no `source`; None for any number.
+        published: Number of rows of a file without `source`; None accepts any number.
         publishable: True if a report may show what a model wrote about a document.
         fixtures: Folder of NAME.jsonl with the few documents of `task.fixture=true`.
     """

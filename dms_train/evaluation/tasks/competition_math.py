@@ -21,7 +21,8 @@ class CompetitionMath(Task):
     """Rows with a problem and its answer; the prompt asks for a box.
 
     Attributes:
-        id_columns: The first one that a row has names the document; else its number does.
+        id_columns: The first of these columns in a row names the document; without one, the number
+            of the row does.
     """
 
     scorer = "expression"

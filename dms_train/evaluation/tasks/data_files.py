@@ -17,12 +17,12 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Place of a benchmark's file on the hub.
+    """Location of a benchmark's file on the hub.
 
     Attributes:
         repo: Data set on the hub.
-        file: Its file.
-        rows: Documents that were published.
+        file: File in that data set.
+        rows: Number of published documents.
     """
 
     repo: str
@@ -33,7 +33,7 @@ class DataSource:
         """Return the file in the local cache of the hub; only `download` uses the network.
 
         Raises:
-            EvaluationError: It is not there, or cannot be downloaded.
+            EvaluationError: The file is not in the cache, or cannot be downloaded.
         """
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -42,7 +42,7 @@ class DataSource:
             path = hf_hub_download(
                 self.repo, self.file, repo_type="dataset", local_files_only=not download
             )
-        except Exception as error:  # of the hub, the network and the disk
+        except Exception as error:  # errors of the hub, the network and the disk
             reason = " ".join(str(error).split())[:200]
             if not download and isinstance(error, LocalEntryNotFoundError):
                 reason = "not in the local cache of the hub; task.download=true fetches it"
@@ -93,9 +93,9 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     from pyarrow import ArrowException, parquet
 
-    path.open("rb").close()  # what the system refuses is no damage
+    path.open("rb").close()  # a refusal of the system is no damage of the file
     try:
         yield from parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:  # OSError: of a damaged page
+    except (ArrowException, OSError) as error:  # pyarrow raises OSError for a damaged page
         reason = str(error).strip().partition("\n")[0]
         raise EvaluationError(f"{path}: not a parquet file, or damaged ({reason})") from None

@@ -1,6 +1,6 @@
 """Exam sheets: several linear equations first, then a worked solution of each.
 
-The sheets are those of the embedded model; `dms-data exam-problems` makes the file.
+The embedded model solves such sheets; `dms-data exam-problems` makes the file.
 """
 
 from __future__ import annotations

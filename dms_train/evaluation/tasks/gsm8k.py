@@ -10,7 +10,7 @@ _ANSWER_MARK = "####"
 
 
 def meta_prompt(problem: str) -> Messages:
-    """Zero-shot prompt that Meta publishes for Llama 3 (paper, appendix F)."""
+    """Return the zero-shot prompt that Meta publishes for Llama 3 (paper, appendix F)."""
     return Messages(
         user="Given the following problem, reason and give a final answer to the problem.\n"
         f"Problem: {problem}\n"

@@ -1,4 +1,4 @@
-"""Long texts to hide something in, and the longest that fits into a prompt."""
+"""Long texts to hide something in, and search for the longest one that fits a prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_words(path: Path) -> list[str]:
     """Return the words of a text file.
 
     Raises:
-        EvaluationError: It holds no text, or is not UTF-8.
+        EvaluationError: The file holds no text, or is not UTF-8.
         FileNotFoundError: There is no such file.
     """
     try:
@@ -46,7 +46,8 @@ def largest_fit(length_of: Callable[[int], int], limit: int, what: str) -> int:
     """Return the largest size whose prompt is at most `limit` tokens long.
 
     Args:
-        length_of: Tokens of the prompt of a size; it grows with the size.
+        length_of: Function that returns the number of tokens of the prompt of a size; grows with
+            the size.
         limit: Maximum number of tokens.
         what: Name of the task, for the refusal.
 

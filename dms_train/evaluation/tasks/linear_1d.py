@@ -22,7 +22,7 @@ from dms_train.evaluation.tasks.base import (
 )
 from dms_train.evaluation.tasks.gsm8k import meta_prompt
 
-_VARIABLES = "abcdfghijklmnopqrstuvwxyz"  # e is left out there too
+_VARIABLES = "abcdfghijklmnopqrstuvwxyz"  # the original generator leaves out e too
 _ENTROPY = (3.0, 10.0)
 
 
@@ -94,8 +94,8 @@ def _split(rng: random.Random, total: int, count: int) -> list[int]:
     if count == 0:
         return []
     most = max(1, 2 * abs(total))
-    parts = [rng.randint(-most, most) for _ in range(count - 1)]
-    return [*parts, total - sum(parts)]
+    addends = [rng.randint(-most, most) for _ in range(count - 1)]
+    return [*addends, total - sum(addends)]
 
 
 class _Side:

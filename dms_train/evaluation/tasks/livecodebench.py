@@ -88,7 +88,7 @@ def program_tests(document: Document) -> list[ProgramTest]:
     """Return shown and hidden tests of a document.
 
     Raises:
-        EvaluationError: They are damaged.
+        EvaluationError: The tests are damaged.
     """
     details = document.details
     try:

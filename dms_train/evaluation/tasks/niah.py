@@ -1,8 +1,8 @@
 """Needle in a haystack: RULER's `niah_single_2`, one key and one number in running text.
 
 The paper (appendix F.2) uses RULER with essays, 500 prompts and the context length of the
-retrofit. Here the text is a file of the user's (`task.haystack`), keys come from the word lists
-of this package, a regular expression splits sentences, and the length is searched in single words.
+retrofit. Here the user provides the text (`task.haystack`), and keys come from the word lists of
+this package. A regular expression splits sentences, and the length is searched in single words.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dms_train.evaluation.tasks.haystack import (
 )
 
 ANSWER_TOKENS = 128
-DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # percent, as in RULER
+DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # percent, the depths of RULER
 _WORDS = "assets/needle_words.json"
 
 
@@ -79,7 +79,7 @@ class Needle(NamedTuple):
     Attributes:
         key: An adjective and a noun.
         value: A number of seven digits.
-        depth: Share of the sentences in front of it, in percent.
+        depth: Share of the sentences before the needle, in percent.
     """
 
     key: str
@@ -114,10 +114,10 @@ def _key_words() -> dict[str, list[str]]:
 
 def hidden(text: str, needle: Needle) -> str:
     """Return a text with the needle between two of its sentences."""
-    parts = sentences(text) if text else []
+    all_sentences = sentences(text) if text else []
     line = f"One of the special magic numbers for {needle.key} is: {needle.value}."
-    at = int(len(parts) * needle.depth / 100)
-    return " ".join([*parts[:at], line, *parts[at:]])
+    at = int(len(all_sentences) * needle.depth / 100)
+    return " ".join([*all_sentences[:at], line, *all_sentences[at:]])
 
 
 def _filled(words: list[str], needle: Needle, length: int, tokens: TokenCounter) -> str:

@@ -1,4 +1,4 @@
-"""Formats that models expect around a prompt, and which of them a tokenizer is made for."""
+"""Formats that models expect around a prompt, and detection of the format of a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LLAMA_SYSTEM = (
 
 
 def _llama3(messages: Messages) -> str:
-    """Format for Llama 3, with the date that the paper's prompt names (appendix F)."""
+    """Return the prompt for Llama 3, with the date in the paper's prompt (appendix F)."""
     system = messages.system or _LLAMA_SYSTEM
     turns = "".join(
         f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
@@ -26,7 +26,7 @@ def _llama3(messages: Messages) -> str:
 
 
 def _r1(messages: Messages) -> str:
-    """Format for DeepSeek R1 and its distilled models; the reasoning has begun."""
+    """Return the prompt for DeepSeek R1 and its distilled models; the reasoning has begun."""
     reasoning = messages.answer_prefix or "<think>\n"
     return f"{messages.system}<｜User｜>{messages.user}<｜Assistant｜>{reasoning}"  # noqa: RUF001
 
@@ -51,7 +51,8 @@ FORMATS: dict[str, Callable[[Messages], str]] = {
     "chatml": _chatml,
     "plain": _plain,
 }
-# A special token of each format, the more specific first: R1's tokenizers know ChatML's tokens too.
+# A special token of each format. More specific ones come first, because R1's tokenizers also know
+# the tokens of ChatML.
 _MARKS = {
     "r1": "<｜Assistant｜>",  # noqa: RUF001
     "llama3": "<|start_header_id|>",
@@ -103,7 +104,7 @@ def prompt_length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
     """
     try:
         return len(tokenizer.encode(prompt))
-    except Exception as error:  # tokenizers raises no other class for unknown text
+    except Exception as error:  # the tokenizers package raises no other class for unknown text
         raise EvaluationError(
             f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
         ) from None

@@ -1,4 +1,4 @@
-"""Tasks by name: the modules of this package, and those of other distributions.
+"""Tasks by name: modules of this package and of other distributions.
 
 Another distribution adds a task by an entry point of the group `dms_train.tasks` that names a
 subclass of `Task`, a running program with `register_task`. The entry point has the task's name.

@@ -51,7 +51,7 @@ class Stated:
 
     Attributes:
         spec: The specification.
-        target_cr: Compression ratio asked for in training; 1 if it is not stated.
+        target_cr: Compression ratio asked for in training; 1 without a statement.
         cr_factor: Measured number of tokens seen per slot held, or None.
     """
 
@@ -105,10 +105,10 @@ class ExportFormat:
 
     Attributes:
         name: Name in `stage.export.format`, and of the module.
-        consumer: The program that reads it, in messages.
-        method: Name of the method whose models it holds.
+        consumer: Program that reads the format, as messages name it.
+        method: Name of the only method that the format supports.
         preset: Preset of the method whose exports have this format unless another is configured.
-        dtype: The only dtype of weights that it accepts, by torch's name; None accepts any.
+        dtype: The only accepted dtype of weights, by torch's name; None accepts any.
         config_keys: Function that returns the keys to set in config.json.
         read: Function that reads what a directory in this format states; None for another format.
             Arguments: the directory; its config.json; whether the caller supports the adapter
@@ -116,7 +116,7 @@ class ExportFormat:
             incomplete, contradictory or of a variant that is not supported.
         problem: Function that returns the first reason why the consumer would misread the
             weights, or None.
-        advice: Function that returns remarks about weights that load correctly, one line each.
+        advice: Function that returns remarks about an acceptable export, one line each.
         json_files: Function that returns further JSON files by name.
         ships_code: Whether exports hold the method's code for transformers.
     """

@@ -17,7 +17,7 @@ from dms_train.method.spec import PRESETS
 
 LOG_FILE = "training_log.json"
 _SETTINGS = ("window_size", "alpha_scale", "alpha_offset")
-_SMALLEST_HEAD = 32  # of its inline RoPE kernel
+_SMALLEST_HEAD = 32  # limit of its inline RoPE kernel
 _PRESET = "dms_fastdms"
 _LIMITS = flat.Limits(
     families=("qwen3", "llama"),

@@ -1,7 +1,7 @@
 """Layout of `nvidia` and `fastdms`: flat `dms_*` keys in config.json, and dms_metadata.json.
 
-Both consumers support only some specifications, and neither layout records which channel a
-checkpoint was trained with, so everything else is refused.
+Both consumers support only some specifications. Neither layout records the eviction channel of a
+checkpoint, so everything else is refused.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Limits:
 
     Attributes:
         families: Model families with DMS code.
-        decision_shift: The only shift it supports.
-        clear_after_rope: Whether it clears the eviction channel again after RoPE.
-        max_group: Most query heads per KV head its kernels take.
-        max_head_size: Largest head size its kernels take.
+        decision_shift: The only supported shift.
+        clear_after_rope: Whether the program clears the eviction channel again after RoPE.
+        max_group: Maximum number of query heads per KV head in its kernels.
+        max_head_size: Maximum head size in its kernels.
     """
 
     families: tuple[str, ...]
@@ -84,7 +84,7 @@ class Limits:
 
 
 def rounding_advice(model: ExportedModel) -> list[str]:
-    """Say so if the compression ratio is rounded."""
+    """Return a remark if the compression ratio is rounded."""
     cr = model.target_cr
     return [] if cr == int(cr) else [f"dms_cr is an integer: {cr} is written as {int(cr)}"]
 
@@ -96,7 +96,7 @@ def _spec(model: ExportedModel) -> DMSSpec:
 
 
 def config_keys(model: ExportedModel) -> dict[str, Any]:
-    """Return the flat keys; model_type stays the family's."""
+    """Return the flat keys; `model_type` remains the one of the family."""
     spec = _spec(model)
     return {
         "model_type": model.architecture.family,
@@ -104,7 +104,7 @@ def config_keys(model: ExportedModel) -> dict[str, Any]:
         "dms_initial_alpha_offset": spec.alpha_offset,
         "dms_window_size": spec.window,
         "dms_paged_attention_block_size": model.block_size,
-        "dms_cr": int(model.target_cr),  # rounded down: never more than was requested
+        "dms_cr": int(model.target_cr),  # rounded down, so never above the requested ratio
         "dms_tau": spec.tau,
         **_SWITCHES,
         "dms_decision_shift": spec.decision_shift,
@@ -147,8 +147,8 @@ def read_flat(
     Args:
         directory: The export.
         config: Its config.json.
-        conventions: Values of the consumer for what the keys leave open. Values that matter only
-            in training come from our provenance if present.
+        conventions: Values of the consumer for settings that the keys leave open. Values that
+            matter only in training come from our provenance if present.
         adapter: Whether the adapter variant is accepted.
 
     Raises:

@@ -37,7 +37,7 @@ def format_of_preset(preset: str, method: str) -> str:
         preset: Preset of the method.
         method: Name of the method.
     """
-    return next((name for name, found in FORMATS.items() if found.preset == preset), method)
+    return next((name for name, candidate in FORMATS.items() if candidate.preset == preset), method)
 
 
 @typed
@@ -51,7 +51,7 @@ def find_format(name: str) -> ExportFormat:
     """Return a format by name.
 
     Raises:
-        ExportRefused: There is none of that name; the known ones are listed.
+        ExportRefused: No format has that name; the message lists the known ones.
     """
     if name not in FORMATS:
         raise ExportRefused(f"export format {name!r}: choose one of {', '.join(FORMATS)}")
@@ -67,23 +67,25 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
         model: Model to be exported.
 
     Returns:
-        Remarks about weights that load correctly, one line each.
+        Remarks about an acceptable export, one line each.
 
     Raises:
         ExportRefused: The first reason why the weights would be misread.
     """
-    found = find_format(name)
+    export_format = find_format(name)
     if not model.target_cr >= 1:
         raise ExportRefused(f"compression ratio {model.target_cr}: a factor of at least 1")
-    problem = found.problem(model)
-    if problem is None and found.method != model.spec.kind:
-        problem = f"method={model.spec.preset}: it holds models trained for {found.method} only"
+    problem = export_format.problem(model)
+    if problem is None and export_format.method != model.spec.kind:
+        problem = (
+            f"method={model.spec.preset}: it holds models trained for {export_format.method} only"
+        )
     if problem:
         raise ExportRefused(
-            f"export format {name} ({found.consumer}): {problem}; "
+            f"export format {name} ({export_format.consumer}): {problem}; "
             f"or export in format {model.spec.kind}, which every spec of the method fits"
         )
-    return found.advice(model)
+    return export_format.advice(model)
 
 
 @typed
@@ -101,8 +103,8 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
     """
     directory = Path(directory)
     config = read_config(directory)
-    for name, found in FORMATS.items():
-        stated = found.read(directory, config, adapter)
+    for name, export_format in FORMATS.items():
+        stated = export_format.read(directory, config, adapter)
         if stated is not None:
             return name, stated
     return None
@@ -111,19 +113,19 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
 @typed
 def read_spec(directory: str | Path, *, adapter: bool = False) -> MethodSpec | None:
     """Read the specification of a model, None for a dense one; errors as `read_stated`."""
-    found = read_stated(directory, adapter=adapter)
-    return None if found is None else found[1].spec
+    stated = read_stated(directory, adapter=adapter)
+    return None if stated is None else stated[1].spec
 
 
 @typed
 def read_format(directory: str | Path) -> str | None:
     """Return the format of a model, or None for a dense one; errors as `read_stated`."""
-    found = read_stated(directory)
-    return None if found is None else found[0]
+    stated = read_stated(directory)
+    return None if stated is None else stated[0]
 
 
 @typed
 def read_target_cr(directory: str | Path) -> float:
     """Read the compression ratio that an export was trained for; 1 for a dense model."""
-    found = read_stated(directory)
-    return 1.0 if found is None else found[1].target_cr
+    stated = read_stated(directory)
+    return 1.0 if stated is None else stated[1].target_cr

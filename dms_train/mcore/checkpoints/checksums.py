@@ -1,7 +1,7 @@
 """Checksums of the files of a checkpoint, and the division of files among ranks.
 
-CRC-32 finds every flipped bit and every damaged run of up to 32 bits, is the fastest sum that the
-standard library has, and lets other threads run meanwhile. It does not protect against forgery.
+CRC-32 finds every flipped bit and every damaged run of up to 32 bits. It is the fastest checksum of
+the standard library, and lets other threads run meanwhile. It does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def damaged(folder: Path, recorded: dict[str, FileRecord]) -> dict[str, str]:
     def problem(name: str) -> str | None:
         try:
             holds = crc32(folder / name) == recorded[name]["crc32"]
-        except OSError as error:  # a disk or a mount that fails
+        except OSError as error:  # a failing disk or mount
             return f"it cannot be read: {error.strerror or error}"
         return None if holds else "its checksum differs"
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = zip(recorded, threads.map(problem, recorded), strict=True)
-        return {name: reason for name, reason in found if reason is not None}
+        reasons = zip(recorded, threads.map(problem, recorded), strict=True)
+        return {name: reason for name, reason in reasons if reason is not None}
 
 
 def share(recorded: dict[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:

@@ -3,7 +3,7 @@
 Megatron's distributed optimizer gives every data rank a run of elements of each flattened
 parameter. Its own form of checkpoint that fits any layout, `fully_reshardable`, first gathers all
 runs onto every data rank. Here each rank writes its run as at most three rectangles of the
-parameter (the end of a row, whole rows, the start of a row) under the same keys, and reads back
+parameter: the end of a row, whole rows, the start of a row. It uses the same keys, and reads back
 exactly the rectangles it needs; torch's distributed checkpoints cut and join rectangles of any
 grid. Checkpoints of the two forms are read alike.
 """
@@ -38,7 +38,7 @@ class _Block(NamedTuple):
 
 
 def keep_shards(optimizer: Any) -> None:
-    """Let `fully_reshardable` checkpoints of this optimizer be written and read in blocks."""
+    """Make this optimizer write and read its `fully_reshardable` checkpoints in blocks."""
     for part in compat.optimizer_parts(optimizer):
         part.sharded_param_state_fully_reshardable = partial(_param_state, part)
         part.load_parameter_state_from_fully_reshardable = (
@@ -54,18 +54,22 @@ def _param_state(
 ) -> dict[int, dict[str, ShardedTensorFactory]]:
     """Return the state of each parameter that this rank holds elements of, in Megatron's order."""
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    places = {place.data: place for place in nested_values(sharded)}
+    shard_of = {shard.data: shard for shard in nested_values(sharded)}
     state: dict[int, dict[str, ShardedTensorFactory]] = {}
     for ranges in part.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
                 for parameter, held in bucket["param_map"].items():
-                    if parameter not in places:
+                    if parameter not in shard_of:
                         raise ValueError(f"a parameter has no place: {KEEP_VARS_HINT}")
                     tensors = compat.parameter_state(part, parameter)
                     state[len(state)] = {
                         name: _in_blocks(
-                            name, tensors[name], places[parameter], held["param"].start, is_loading
+                            name,
+                            tensors[name],
+                            shard_of[parameter],
+                            held["param"].start,
+                            is_loading,
                         )
                         for name in _STATES
                     }
@@ -73,22 +77,22 @@ def _param_state(
 
 
 def _in_blocks(
-    name: str, run: Tensor, place: Any, first: int, is_loading: bool
+    name: str, run: Tensor, shard: Any, first: int, is_loading: bool
 ) -> ShardedTensorFactory:
     """Divide a run of elements, from the `first` of its parameter, into blocks."""
-    pieces = [place] if isinstance(place, ShardedTensor) else list(nested_values(place.build()))
+    pieces = [shard] if isinstance(shard, ShardedTensor) else list(nested_values(shard.build()))
     data = torch.empty_like(run, device="cpu") if is_loading else run.detach()
 
     def build(key: str, tensor: Tensor, replica_id: Any, _range: Any) -> list[ShardedTensor]:
         return list(_blocks_of(key, tensor, pieces, first, replica_id))
 
     return ShardedTensorFactory(
-        key=f"optimizer.state.{name}.{place.key}",
+        key=f"optimizer.state.{name}.{shard.key}",
         data=data,
         build_fn=build,
         merge_fn=lambda blocks: torch.cat([block.reshape(-1) for block in blocks]),
-        # one data rank holds each element
-        replica_id=(*place.replica_id[:2], 0),
+        # exactly one data rank holds each element
+        replica_id=(*shard.replica_id[:2], 0),
     )
 
 
@@ -132,20 +136,20 @@ def blocks(start: int, end: int, shape: tuple[int, ...]) -> list[_Block]:
         return [_Block(start, end, (start,), (end - start,))]
     _, width = shape
     first_whole, last_whole = -(-start // width), end // width
-    if first_whole > last_whole:  # within one row
+    if first_whole > last_whole:  # the run lies within one row
         return [_Block(start, end, (last_whole, start % width), (1, end - start))]
-    found = []
+    rectangles = []
     if start % width:
-        found.append(
+        rectangles.append(
             _Block(
                 start, first_whole * width, (first_whole - 1, start % width), (1, -start % width)
             )
         )
     if first_whole < last_whole:
         rows = last_whole - first_whole
-        found.append(
+        rectangles.append(
             _Block(first_whole * width, last_whole * width, (first_whole, 0), (rows, width))
         )
     if end % width:
-        found.append(_Block(last_whole * width, end, (last_whole, 0), (1, end % width)))
-    return found
+        rectangles.append(_Block(last_whole * width, end, (last_whole, 0), (1, end % width)))
+    return rectangles

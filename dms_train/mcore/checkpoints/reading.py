@@ -63,7 +63,7 @@ _METADATA_NAMES = frozenset(
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Unpickler that refuses names that torch's checkpoint metadata never contains."""
+    """Unpickler for torch's checkpoint metadata; refuses names that metadata never contains."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -89,7 +89,7 @@ def _sharding() -> dict[str, Any]:
 
 
 def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Map model, and optimizer unless None, to their places in a checkpoint."""
+    """Return the sharded state dict of the model, and of the optimizer unless it is None."""
     sharding = _sharding()
     names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
     models = {
@@ -110,9 +110,9 @@ def check(path: Path) -> dict[str, Any]:
     """Check that loading the folder runs no code of its own, then `read_state`.
 
     Raises:
-        DamagedError: As `read_state`, or a pickle in it cannot be read or has changed since it
-            was written.
-        CheckpointError: A pickle in it is foreign.
+        DamagedError: See `read_state`; also, a pickle cannot be read or has changed since it was
+            written.
+        CheckpointError: A pickle holds names that this program never writes.
     """
     state = read_state(path)
     name = _METADATA_FILE
@@ -133,13 +133,13 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
-    """Yield file and content of everything that is unpickled besides the metadata."""
+    """Yield file and content of every pickle except the metadata."""
     yield COMMON_FILE, (path / COMMON_FILE).read_bytes()
-    for index, place in metadata.storage_data.items():
+    for index, storage in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-            with (path / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                yield place.relative_path, file.read(place.length)
+            with (path / storage.relative_path).open("rb") as file:
+                file.seek(storage.offset)
+                yield storage.relative_path, file.read(storage.length)
 
 
 def _require_plain(name: str, content: bytes) -> None:
@@ -177,7 +177,7 @@ def verify(path: Path, view: ParallelView) -> None:
     """Compare every file of a checkpoint with its checksum; all ranks call it and share the files.
 
     Raises:
-        DamagedError: On every rank alike, with the problem of the first rank that found one.
+        DamagedError: On every rank, with the problem of the first rank that has one.
     """
     problem = None
     try:
@@ -185,18 +185,18 @@ def verify(path: Path, view: ParallelView) -> None:
         mine = checksums.share(recorded, view.rank, view.world_size)
         for name, reason in checksums.damaged(path, mine).items():
             raise wrong_content(path, name, reason)
-    except DamagedError as error:  # the other ranks wait for it
+    except DamagedError as error:  # the other ranks wait for this outcome
         problem = str(error)
-    for found in groups.values(problem):
-        if found is not None:
-            raise DamagedError(found)
+    for reported_problem in groups.values(problem):
+        if reported_problem is not None:
+            raise DamagedError(reported_problem)
 
 
 def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
     """Load weights, and optimizer state unless None, into any parallel layout.
 
     Raises:
-        CheckpointError: As `check`, or the folder holds another model.
+        CheckpointError: See `check`; also, the folder holds another model.
     """
     check(path)
     if optimizer is not None:

@@ -1,9 +1,9 @@
 """Writer of distributed checkpoints with Megatron's writers, in the background if configured.
 
-What is saved is copied to host memory (on the CPU: kept by forking), then processes of each rank
-write their files and compute the checksums while training continues. When all ranks are done the
-folder is sealed and renamed; until then its name ends in `.partial` and it does not count as a
-checkpoint. A failure is raised on every rank, so that none waits for another.
+A rank copies what it saves to host memory (on the CPU, a fork keeps it). Processes of the rank then
+write files and compute checksums while training continues. When all ranks have finished, the folder
+is sealed and renamed. Until then its name ends in `.partial` and it does not count as a checkpoint.
+A failure is raised on every rank, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from dms_train.mcore.errors import SaveError
 _PARTIAL = ".partial"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STDERR = 2  # standard streams may be sockets too
-# Prefix of the reason when a writer of megatron failed.
+# Prefix of the reason when one of megatron's writers failed.
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # Message of torch.save when a file cannot be written; its remainder gives file offsets.
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
 _NOTHING_HEARD = "results_queue should not be empty"
 _CONNECTIONS = ("socket:", "anon_inode:[eventpoll]")
-# What megatron's writers log here they also raise.
+# Megatron's writers also raise what they log here.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
 
@@ -168,7 +168,7 @@ class CheckpointSaver:
         """Return the checkpoint that was begun if it is complete or `wait` is set; else None.
 
         Raises:
-            SaveError: It could not be written; no partial files remain.
+            SaveError: The checkpoint could not be written; no partial files remain.
         """
         save = self._save
         if save is None:
@@ -196,7 +196,7 @@ class CheckpointSaver:
         self._on_leader(save.path, lambda: _seal(save, gathered), save.partial)
 
     def _discard(self, save: _Save, error: BaseException) -> NoReturn:
-        """Remove what was written; a failure that occurred on rank 0 only is sent to all."""
+        """Remove the written files; send a failure of rank 0 alone to all ranks."""
 
         def fail() -> None:
             raise error
@@ -207,12 +207,12 @@ class CheckpointSaver:
     def _on_leader(
         self, path: Path, action: Callable[[], object], folder: Path | None = None
     ) -> None:
-        """Let one rank act; SaveError on every rank, and without `folder`, when that fails."""
+        """Let rank 0 act. If that fails, remove `folder` and raise SaveError on every rank."""
         reason = None
         if self._is_main_rank:
             try:
                 action()
-            except (Exception, CheckpointException) as error:  # torch's is no Exception
+            except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
                 reason = _why_not_written(error)
                 if folder is not None:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -230,22 +230,22 @@ def _make(folder: Path, path: Path) -> None:
     """Make a folder for the files of `path`; remove leftovers of interrupted saves."""
     old = _replaced(path)
     if old.is_dir() and not path.exists():
-        old.rename(path)  # it ended between the two renames
+        old.rename(path)  # the save ended between its two renames
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
         shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def _replaced(path: Path) -> Path:
-    """Path that holds the replaced checkpoint until the new one has its name."""
+    """Return the path that holds the replaced checkpoint until the new one has its name."""
     return path.with_name(f"{path.name}.old{_PARTIAL}")
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:
     """Copy tensors to pageable memory for the writing process.
 
-    Megatron copies to pinned pages. A fork shares those instead of keeping them, and torch gives
-    the freed ones to the next batch, so the process would write tokens among the weights.
+    Megatron copies to pinned pages, and a fork shares pinned pages with its parent. Torch gives
+    freed pages to the next batch, so the writing process would write tokens among the weights.
     """
     return filesystem_async.FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
@@ -264,7 +264,7 @@ def _write(
 
 
 def _leave(rank: int) -> None:
-    """Make a forked process end with its rank and hold no connection.
+    """Tie a forked process to its rank, and close the connections that it inherited.
 
     Other ranks notice the end of a rank when the last process with its sockets has ended. A fork
     has the rank's GPU handles too, so it must end with the rank.
@@ -279,22 +279,22 @@ def _leave(rank: int) -> None:
             if int(name) > _STDERR and os.readlink(f"/proc/self/fd/{name}").startswith(
                 _CONNECTIONS
             ):
-                os.dup2(nothing, int(name))  # no file to be written may get the number
+                os.dup2(nothing, int(name))  # so that no written file gets the number
 
 
 def _end_with(parent: int) -> None:
-    """Have this process killed when its parent ends; its own forks do not inherit that."""
+    """Have the kernel kill this process when its parent ends; forks do not inherit the setting."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
-        os._exit(1)  # it was gone before
+        os._exit(1)  # the parent ended before the call
 
 
 def _end_after_a_kill(_number: int, _frame: FrameType | None) -> None:
-    """End when a process that this one has forked was killed, for example for lack of memory.
+    """End this process when one of its forks was killed, for example for lack of memory.
 
-    Megatron waits for the result of that process.
+    Megatron would wait for the result of that fork.
     """
-    with contextlib.suppress(ChildProcessError):  # its end was collected already
+    with contextlib.suppress(ChildProcessError):  # another caller has collected its end
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None and ended.si_code != os.CLD_EXITED:
             os._exit(1)
@@ -309,7 +309,7 @@ def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
     save_config(CheckpointingConfig(save.strategy.backend, save.strategy.version), str(folder))
     known = {name: record for records in gathered for name, record in records.items()}
     rest = [file for file in folder.iterdir() if file.name not in known]
-    for file in rest:  # the writers have done so with theirs
+    for file in rest:  # the writers have synchronised their own files
         durable.sync_file(file)
     seal(folder, save.state, known | checksums.records(rest))
     old = _replaced(save.path)
@@ -324,7 +324,7 @@ def _why_not_written(error: BaseException) -> str | None:
     """Return the storage's reason; None if the error is about something else."""
     text = str(error)
     if isinstance(error, CheckpointException):
-        # only rank 0 has the cause
+        # only rank 0 knows the cause
         failures = [failure for failure, _ in error.failures.values()]
         text = _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
     if text == _NOTHING_HEARD:

@@ -18,8 +18,8 @@ from dms_train.mcore.checkpoints.checksums import FileRecord
 from dms_train.mcore.errors import CheckpointError, DamagedError
 
 STATE_FILE = "run_state.json"
-FORMAT = 2  # raised when a checkpoint of an earlier version can no longer be read
-# Keys of the file itself; the rest is the caller's.
+FORMAT = 2  # increased when this version cannot read checkpoints of earlier versions
+# Keys of the file itself; the caller provides all others.
 _FORMAT, _FILES, _CHECKSUM = "format", "files", "checksum"
 
 
@@ -62,7 +62,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: The folder is absent, incomplete, truncated or cannot be read.
-        CheckpointError: It was written by a version with another format.
+        CheckpointError: A version with another format wrote the checkpoint.
     """
     try:
         return _read_state(path)
@@ -79,7 +79,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(state_file.read_text())
         files, written = state[_FILES], state.get(_FORMAT, 1)
-        # the first versions recorded no checksum
+        # checkpoints of the first versions have no checksum
         whole = (written != FORMAT and _CHECKSUM not in state) or _checksum(state) == state[
             _CHECKSUM
         ]
@@ -106,8 +106,8 @@ def _require_sizes(path: Path, sizes: dict[str, int]) -> None:
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
-            found = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
-            raise DamagedError(f"checkpoint {path}: {name} {found}; use an older checkpoint")
+            difference = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            raise DamagedError(f"checkpoint {path}: {name} {difference}; use an older checkpoint")
 
 
 def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:

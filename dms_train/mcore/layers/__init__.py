@@ -1,7 +1,7 @@
 """Layers of the Megatron model.
 
 Start with `attention` (self-attention with eviction decisions) and `layer_spec` (the block);
-`backend` chooses Transformer Engine or megatron-core layers, `fusions` sets what a GPU fuses,
-`vocabulary_losses` computes losses after a vocabulary-parallel output layer, and `retention` counts
+`backend` chooses Transformer Engine or megatron-core layers. `fusions` sets what a GPU fuses.
+`vocabulary_losses` computes losses after a vocabulary-parallel output layer. `retention` counts
 kept tokens.
 """

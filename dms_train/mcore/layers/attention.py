@@ -1,7 +1,7 @@
 """Self-attention with the decisions of a retrofit method, which it passes to the kernels.
 
 Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
-d head size; heads are those of this tensor-parallel rank.
+d head size; numbers of heads are per tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 class MethodState:
     """State that all layers of a model share: constants, the kernel and the current step's plan.
 
-    It holds values of a step only. With 1F1B and recomputation a value of a micro-batch would be
-    read again in another micro-batch.
+    It holds values of a step only, because with 1F1B and recomputation another micro-batch would
+    read the value of an earlier one.
 
     Args:
         options: Method of the model and its training.
@@ -63,11 +63,11 @@ class MethodState:
         self.target: float | Tensor = 0.0
         self.channel_scale: float | Tensor = 1.0
         if fused_on is not None:
-            # at addresses that stay, so that a CUDA graph reads the values of the current step
+            # fixed addresses, from which a CUDA graph reads the values of the current step
             self.step = torch.zeros((), dtype=torch.int64, device=fused_on)
             self.target = torch.zeros((), dtype=torch.float64, device=fused_on)
             self.channel_scale = torch.ones((), device=fused_on)
-        self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
+        self._dense_stats: dict[tuple[int, int, int], Tensor] = {}
 
     def set_plan(self, plan: StepPlan) -> None:
         """Make `plan` the plan of the next passes."""
@@ -109,13 +109,13 @@ class MethodState:
         `like` is any tensor [s, b, g, ...] of the layer.
         """
         s, b, g = like.shape[:3]
-        found = self._dense_sides.get((s, b, g))
-        if found is None or found.device != like.device:
+        stats = self._dense_stats.get((s, b, g))
+        if stats is None or stats.device != like.device:
             # filled on the device: a tensor of Python numbers would wait for a copy
             values = (0.0, float(s * g), g * (s + 1) / 2)
-            found = torch.stack([torch.full((b,), v, device=like.device) for v in values], 1)
-            self._dense_sides[s, b, g] = found
-        return found
+            stats = torch.stack([torch.full((b,), v, device=like.device) for v in values], 1)
+            self._dense_stats[s, b, g] = stats
+        return stats
 
 
 class CoreAttention(MegatronModule):
@@ -290,7 +290,7 @@ class MethodSelfAttention(SelfAttention):
 
 
 def _sum_ranks(x: Tensor, group: Any) -> Tensor:
-    """Sum over tensor-parallel ranks; the gradient is summed over them, too."""
+    """Sum over tensor-parallel ranks, in the backward pass too."""
     return x if group.size() == 1 else all_reduce(x.contiguous(), group=group)
 
 

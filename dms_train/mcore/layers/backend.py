@@ -36,7 +36,7 @@ class LayerBackend(NamedTuple):
         reason: Reason for the choice.
         norm: Norms that are not fused with a linear layer.
         norm_linear: Projection out of the residual stream.
-        row: Projection back into it.
+        row: Projection back into the residual stream.
         fuses_norm: Whether `norm_linear` normalises its input.
         norm_name: Package that `norm` comes from.
     """
@@ -54,7 +54,7 @@ class LayerBackend(NamedTuple):
         text = f"{self.name} ({self.reason}), norms by {self.norm_name}"
         if optimizer is None:
             return text
-        # Megatron takes it from any package that can be imported, independent of the layers
+        # Megatron takes the optimizer from any importable package, independent of the layers
         inner = type(optimizer_parts(optimizer)[0].optimizer)
         return f"{text}, optimizer {inner.__module__.partition('.')[0]} {inner.__name__}"
 
@@ -90,7 +90,7 @@ def _missing(device: torch.device) -> str:
     """Say why Transformer Engine cannot run; empty if it can."""
     if device.type != "cuda":
         return f"Transformer Engine needs a GPU and training runs on the {device.type.upper()}"
-    # without it megatron puts mocks in its place, so the import of its layers proves nothing
+    # megatron replaces an absent package by mocks, so importing the layers proves nothing
     return "" if te.HAVE_TE else "Transformer Engine cannot be imported"
 
 

@@ -18,7 +18,8 @@ def apply(config: Any, device: torch.device, *, fused: bool) -> None:
 
     `fused`: whether the kernels around attention run (`kernels.dispatch.can_fuse`).
     """
-    # megatron's name for its slot of an activation; the function in it is ours (see `layer_spec`)
+    # megatron's name for the slot of the activation; `layer_spec` puts this package's function
+    # there
     config.use_te_activation_func = fused
     if device.type == "cuda":
         compat.clip_in_few_kernels()
@@ -28,7 +29,7 @@ def apply(config: Any, device: torch.device, *, fused: bool) -> None:
 def fuse_adam(optimizer: Any) -> None:
     """Let torch's AdamW update in one pass on a GPU; call it again after loading its state.
 
-    The value in a checkpoint is that of the machine that wrote it.
+    A checkpoint holds the setting of the machine that wrote it.
     """
     for part in compat.optimizer_parts(optimizer):
         inner = part.optimizer

@@ -34,7 +34,7 @@ def _swiglu() -> Callable[[Tensor], Tensor]:
     return swiglu
 
 
-# The fused layers' names, so that a checkpoint fits Transformer Engine's layers and megatron's own.
+# Names of the fused layers, so that a checkpoint fits Transformer Engine and megatron-core layers.
 FUSED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

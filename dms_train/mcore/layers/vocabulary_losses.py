@@ -1,11 +1,11 @@
-"""Per-token losses after a vocabulary-parallel output layer, equal to those of `method.losses`.
+"""Per-token losses after a vocabulary-parallel output layer; `method.losses` is the reference.
 
 The output layer and the loss are one differentiable function of the hidden states. It takes
-positions chunk by chunk: the logits of a chunk, their statistics, one exchange of a few numbers per
-position over the tensor-parallel group, and the loss's gradient written over the student's logits
-in their own dtype. The teacher's logits exist for one chunk only, and without gradients the
-student's too. The incoming gradient, one number per position, multiplies rows of the hidden size
-instead of rows of the vocabulary.
+positions chunk by chunk. For each chunk it computes the logits and their statistics, and exchanges
+a few numbers per position over the tensor-parallel group. It then writes the loss's gradient over
+the student's logits in their own dtype. The teacher's logits exist for one chunk only, and without
+gradients the student's too. The incoming gradient, one number per position, multiplies rows of the
+hidden size instead of rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.options import LOGITS_CHUNK
 
-# Logits of one model that exist at a time, beside those that become the student's gradient. On a
-# GPU large enough for its matrix products, elsewhere small enough for a cache.
+# Number of one model's logits that exist at a time. The logits that become the student's gradient
+# exist besides. A GPU needs many for efficient matrix products, a CPU few enough for its cache.
 _CHUNK = {"cuda": LOGITS_CHUNK, "cpu": 2**22}
 _TILE = 128  # positions
 
@@ -56,7 +56,7 @@ def valid_columns(width: int, vocab_size: int, shard: int) -> int:
 
 
 def _chunks(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Divide into parts of nearly equal size, in whole tiles of a GPU's matrix products."""
+    """Divide rows into chunks of nearly equal size, in whole tiles of a GPU's matrix products."""
     count = -(-rows * width // _CHUNK[device.type])
     size = -(-rows // max(count, 1))
     if size > _TILE:

@@ -39,7 +39,7 @@ def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Archit
         return tensors[0]
     if entry.layout == "gated":
         return torch.cat(tensors)
-    groups = tensors[1].shape[0] // architecture.kv_channels  # of keys
+    groups = tensors[1].shape[0] // architecture.kv_channels  # KV groups in these tensors
     grouped = [t.unflatten(0, (groups, -1)) for t in tensors]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
@@ -47,14 +47,14 @@ def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Archit
 def to_hf(entry: ParameterMap, tensor: Tensor, architecture: Architecture) -> dict[str, Tensor]:
     """Invert `to_megatron`: return Hugging Face names and full tensors."""
     if entry.layout == "plain":
-        parts: list[Tensor] = [tensor]
+        tensors: list[Tensor] = [tensor]
     elif entry.layout == "gated":
-        parts = list(tensor.chunk(2))
+        tensors = list(tensor.chunk(2))
     else:
         query, key = _group_rows(architecture)
         grouped = tensor.unflatten(0, (architecture.num_query_groups, -1))
-        parts = [t.flatten(0, 1) for t in grouped.split([query, key, key], dim=1)]
-    return {name: part.contiguous() for name, part in zip(entry.hf, parts, strict=True)}
+        tensors = [t.flatten(0, 1) for t in grouped.split([query, key, key], dim=1)]
+    return {name: hf_tensor.contiguous() for name, hf_tensor in zip(entry.hf, tensors, strict=True)}
 
 
 def eviction_channel_rows(

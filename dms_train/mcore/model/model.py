@@ -52,7 +52,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         num_query_groups=a.num_query_groups,
         kv_channels=a.kv_channels,
         add_qkv_bias=a.add_qkv_bias,
-        # also without tensor parallelism this makes megatron sum q and k norm gradients over it
+        # makes megatron sum q and k norm gradients over the tensor-parallel group, even of one rank
         qk_layernorm=a.qk_layernorm,
         layernorm_epsilon=a.layernorm_epsilon,
         normalization="RMSNorm",
@@ -71,7 +71,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
         sequence_parallel=options.sequence_parallel,
-        # With batched messages two of them between the same two ranks are mixed up, silently.
+        # Batched messages mix up two messages between the same two ranks, without an error.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         recompute_granularity=options.recompute_granularity,
@@ -127,7 +127,7 @@ class DMSModel(GPTModel):
         self.method = method
         self.records_logits = False
         self._stage_input: Tensor | None = None
-        # in a list, so that the teacher is no submodule: not in DDP, optimizer or checkpoint
+        # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[DMSModel] = []
 
     @property
@@ -187,7 +187,8 @@ class DMSModel(GPTModel):
         ) -> tuple[Tensor, Tensor]:
             for layer in self.decoder.layers[first:last]:
                 attention = layer.self_attention
-                # kept with the recomputed unit, so right also when an older micro-batch returns
+                # the recomputed unit keeps both, so recomputation reads the values of its own
+                # micro-batch
                 attention.noise_keys, attention.documents = noise_keys, documents
                 hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rope)
                 eviction_stats = eviction_stats + attention.eviction_stats

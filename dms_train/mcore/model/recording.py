@@ -60,7 +60,8 @@ def record(
         with torch.no_grad():
             run_schedule(
                 chunks,
-                [batch] * view.pp_size,  # the interleaved schedule takes multiples only
+                # the interleaved schedule takes multiples of the pipeline size only
+                [batch] * view.pp_size,
                 _forward_step(view, outputs),
                 config,
                 has_teacher=False,
@@ -86,13 +87,13 @@ def _assemble(
     mine = {
         "decided": {n: d[0][:, 0].t().float().cpu() for n, d in decided.items() if d},
         "logits": outputs[0][:, 0].float().cpu() if outputs else None,
-        "place": (view.pp_rank, view.tp_rank),
+        "pipeline_and_tensor_rank": (view.pp_rank, view.tp_rank),
     }
     everyone: list[Any] | None = [None] * view.world_size if view.rank == 0 else None
     dist.gather_object(mine if view.dp_rank == 0 else None, everyone, dst=0)
     if everyone is None:
         return None
-    ranks = sorted((r for r in everyone if r), key=lambda r: r["place"])
+    ranks = sorted((r for r in everyone if r), key=lambda r: r["pipeline_and_tensor_rank"])
     layers = sorted({n for r in ranks for n in r["decided"]})
     decision_logits = [
         torch.cat([r["decided"][n] for r in ranks if n in r["decided"]]) for n in layers

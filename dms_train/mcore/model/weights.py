@@ -72,10 +72,10 @@ def global_names(chunk: Any) -> dict[str, Tensor]:
     named = {}
     for full, parameter in chunk.named_parameters():
         name = plain_name(full)
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-        named[".".join(parts)] = parameter
+        name_parts = name.split(".")
+        if name_parts[:2] == ["decoder", "layers"]:
+            name_parts[2] = str(chunk.decoder.layers[int(name_parts[2])].layer_number - 1)
+        named[".".join(name_parts)] = parameter
     return named
 
 
@@ -101,7 +101,7 @@ def load(
     """Fill this rank's chunks; reads only the part of each tensor that the rank holds.
 
     Raises:
-        ModelError: On every rank alike, when a tensor of one cannot be used: it has another shape
+        ModelError: On every rank alike, when any rank cannot use a tensor. It has another shape
             than the configuration states, or holds NaN or infinite numbers.
     """
     with _agreed():
@@ -112,8 +112,10 @@ def load(
         shapes = expected_shapes(architecture)
         for chunk in chunks:
             for name, parameter in global_names(chunk).items():
-                parts = [_part(source, hf, shapes[hf], parameter, view) for hf in table[name].hf]
-                local = mapping.to_megatron(table[name], parts, architecture)
+                hf_tensors = [
+                    _part(source, hf, shapes[hf], parameter, view) for hf in table[name].hf
+                ]
+                local = mapping.to_megatron(table[name], hf_tensors, architecture)
                 parameter.data[: local.shape[0]].copy_(local)
                 parameter.data[local.shape[0] :].zero_()  # rows that pad the vocabulary
 
@@ -141,9 +143,9 @@ def _agreed() -> Iterator[None]:
         yield
     except (HFError, ModelError) as error:
         problem = str(error)
-    for found in groups.values(problem):
-        if found is not None:
-            raise ModelError(found)
+    for reported_problem in groups.values(problem):
+        if reported_problem is not None:
+            raise ModelError(reported_problem)
 
 
 def _part(
@@ -153,7 +155,7 @@ def _part(
     if not getattr(parameter, "tensor_model_parallel", False) or view.tp_size == 1:
         return _checked(name, source.get(name), shape)
     dim = parameter.partition_dim
-    # a vocabulary is padded to a multiple of the ranks, everything else divides
+    # a vocabulary is padded to a multiple of the ranks; other sizes are divisible by them
     size = parameter.shape[dim] if _is_vocabulary(name) else shape[dim] // view.tp_size
     start, stop = (min((view.tp_rank + i) * size, shape[dim]) for i in (0, 1))
     wanted = (*shape[:dim], stop - start, *shape[dim + 1 :])
@@ -211,7 +213,7 @@ def gather(
                 full = torch.empty(shape, dtype=dtype, device=view.device)
                 dist.recv(full, owner[1])
             yield from mapping.to_hf(entry, full.cpu(), architecture).items()
-        # in lockstep: no rank waits longer than rank 0 takes to write one shard
+        # in lockstep, so that ranks wait no longer than rank 0 takes to write one shard
         dist.barrier()
 
 

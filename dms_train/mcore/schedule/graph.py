@@ -43,7 +43,7 @@ class GraphInputs:
         """Copy the tensors of another micro-batch.
 
         Raises:
-            ModelError: Its tensors have other shapes.
+            ModelError: The tensors of `batch` have other shapes.
         """
         own, given = [self.scale, *self.batch[:4]], [scale, *batch[:4]]
         if [tensor.shape for tensor in own] != [tensor.shape for tensor in given]:
@@ -86,8 +86,8 @@ class PassGraph:
     def stream(self) -> Iterator[None]:
         """Queue the GPU's work inside the block on the captured stream.
 
-        Autograd accumulates a gradient on the stream on which its parameter was first used, so the
-        gradient buffers are built inside such a block, and passes run inside one.
+        Autograd accumulates a gradient on the stream that first used its parameter. The gradient
+        buffers are therefore built inside such a block, and passes run inside one.
         """
         outer = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outer)
@@ -101,7 +101,7 @@ class PassGraph:
         """Free the memory of the graph; the next steps run eagerly and capture another."""
         if self._captured is not None:
             self._captured = None
-            torch.cuda.empty_cache()  # a pool that was private to the graph
+            torch.cuda.empty_cache()  # the memory pool was private to the graph
         self._key = None
 
     def begin_step(self, computation: Hashable, microbatches: int) -> None:

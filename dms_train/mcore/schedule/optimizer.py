@@ -128,7 +128,7 @@ def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
 def build_scheduler(optimizer: Any, rate: LearningRate, weight_decay: float) -> Any:
     """Build Megatron's scheduler; `set_step` makes it a function of the step alone."""
     for group in optimizer.param_groups:
-        # in megatron a group's own limits take precedence over the scheduler's
+        # megatron prefers a group's own limits to the limits of the scheduler
         group["max_lr"], group["min_lr"] = rate.max_lr, rate.min_lr
     return OptimizerParamScheduler(
         optimizer,

@@ -29,20 +29,20 @@ class StageState(NamedTuple):
 
 
 def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
-    parts, rest = [], x
+    addends, rest = [], x
     for _ in range(EXACT_PARTS):
-        part = rest.to(dtype)
-        parts.append(part)
-        rest = rest - part.to(x.dtype)
-    return torch.cat(parts, dim=-1)
+        addend = rest.to(dtype)
+        addends.append(addend)
+        rest = rest - addend.to(x.dtype)
+    return torch.cat(addends, dim=-1)
 
 
-def _merge(parts: Tensor) -> Tensor:
-    return parts.float().unflatten(-1, (EXACT_PARTS, -1)).sum(-2)
+def _merge(addends: Tensor) -> Tensor:
+    return addends.float().unflatten(-1, (EXACT_PARTS, -1)).sum(-2)
 
 
 class _Split(torch.autograd.Function):
-    """Split fp32 [b, n] into [b, PARTS * n] that adds up exactly; gradients are merged back."""
+    """Split fp32 [b, n] into [b, EXACT_PARTS * n] that adds up exactly; merge gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # the adjoint of the split as `_Merge.backward` sends it: an exact split of the gradient
+        # `_Merge.backward` sends an exact split of the gradient, so merging it is the adjoint
         return _merge(grad), None
 
 
@@ -58,9 +58,9 @@ class _Merge(torch.autograd.Function):
     """Inverse of `_Split`; its gradient is itself sent back as an exact split."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor) -> Tensor:
-        ctx.dtype = parts.dtype
-        return _merge(parts)
+    def forward(ctx: Any, addends: Tensor) -> Tensor:
+        ctx.dtype = addends.dtype
+        return _merge(addends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -68,15 +68,15 @@ class _Merge(torch.autograd.Function):
 
 
 def pack(state: StageState) -> Tensor:
-    """Pack the parts into one stage tensor."""
+    """Pack a stage state into one stage tensor."""
     row = _Split.apply(state.eviction_stats, state.student.dtype)
     row = F.pad(row, (0, state.student.shape[-1] - row.shape[-1]))[None]
-    parts = [state.student, *([] if state.teacher is None else [state.teacher]), row]
-    return torch.cat(parts)
+    stacked_rows = [state.student, *([] if state.teacher is None else [state.teacher]), row]
+    return torch.cat(stacked_rows)
 
 
 def unpack(tensor: Tensor, *, has_teacher: bool) -> StageState:
-    """Inverse of `pack`."""
+    """Invert `pack`."""
     rows = (tensor.shape[0] - 1) // (2 if has_teacher else 1)
     teacher = tensor[rows : 2 * rows].detach() if has_teacher else None
     eviction_stats = _Merge.apply(tensor[-1, :, : EXACT_PARTS * EVICTION_STATS])

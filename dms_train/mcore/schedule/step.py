@@ -30,7 +30,7 @@ class PassContext(NamedTuple):
     Attributes:
         method: Method of the model.
         options: Constants of the method and its training.
-        statistics: Slots of what a step measures.
+        statistics: Slots of the measurements of a step.
         step: Global optimizer step, part of the noise key; a number or int64 [].
         target: alpha*, the share that must be evicted; a number or float64 [].
         architecture: Architecture of the model.
@@ -69,7 +69,7 @@ def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
 
 
 def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
-    """Divide the micro-batches of a global batch by its loss positions, on the device."""
+    """Divide the number of micro-batches of a global batch by its number of loss positions."""
     count = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double()
     dist.all_reduce(count, group=view.dp_group)
     return len(batches) * view.dp_size / count.clamp(min=1.0)
@@ -96,7 +96,7 @@ def _loss_function(
         eviction_stats = EvictionStats.of(output[1])
         aux_loss = context.method.loss(eviction_stats, decisions, context.target, context.options)
         counted = EvictionStats.of(output[1].detach().double())
-        # Own tensors: the schedule divides the returned loss in place.
+        # Separate tensors, because the schedule divides the returned loss in place.
         report = {
             name: term.detach().double()
             for name, term in zip(context.statistics.terms, terms, strict=True)

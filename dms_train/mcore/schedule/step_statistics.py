@@ -79,21 +79,21 @@ class StepStatistics(NamedTuple):
         """Add up the reports of all ranks without waiting for the device; all ranks call it."""
         measured = len(self.measured)
         memory = measured + len(_COUNTED)  # first slot of the ranks' memory
-        totals = torch.zeros(memory + view.world_size, dtype=torch.float64, device=view.device)
+        slot_values = torch.zeros(memory + view.world_size, dtype=torch.float64, device=view.device)
         if view.reports and reports:
-            totals[:measured] = torch.stack(list(reports)).sum(0)
+            slot_values[:measured] = torch.stack(list(reports)).sum(0)
             counts = {
                 "samples": sum(len(batch.samples) for batch in batches),
                 "positions": sum(batch.positions for batch in batches),
             }
             for slot, name in enumerate(_COUNTED, measured):
-                totals[slot] = counts[name]
-        totals[memory + view.rank] = own_memory(view.device)
-        dist.all_reduce(totals)
+                slot_values[slot] = counts[name]
+        slot_values[memory + view.rank] = own_memory(view.device)
+        dist.all_reduce(slot_values)
         losses = len(self.terms) + 1  # the terms and aux_loss are means over micro-batches
-        totals[:losses] /= len(batches) * view.dp_size
-        totals[memory] = totals[memory:].max()
-        return DeviceTotals(self, totals[: memory + 1])
+        slot_values[:losses] /= len(batches) * view.dp_size
+        slot_values[memory] = slot_values[memory:].max()
+        return DeviceTotals(self, slot_values[: memory + 1])
 
 
 class DeviceTotals(NamedTuple):

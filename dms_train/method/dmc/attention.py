@@ -1,8 +1,9 @@
 """Attention of a layer under DMC: merged keys and values, a mask, and losses.
 
-Attention reads the states of `merge`, one of every token, with the mask of equation 10: 0 for the
-state of a query's own token, log(1 - alpha_{j+1}) for that of an earlier token j. That is the mask
-of DMS with a window of 0 and a shift of 1. Shape letters are those of `method.layer`.
+Attention reads the states of `merge`, one per token, with the mask of equation 10. The mask is 0
+for the state of a query's own token, and log(1 - alpha_{j+1}) for the state of an earlier token j.
+DMS with a window of 0 and a shift of 1 has the same mask. `method.layer` explains the shape
+letters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _options(options: MethodOptions) -> DMCOptions:
 
 
 def eviction_channels(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
-    """Return the eviction channel of the key, which decides, and of the queries, which weighs.
+    """Return the eviction channels: the key's decides, the mean of the queries' weighs the token.
 
     Args:
         query: [..., g, r, d] before RoPE.
@@ -47,7 +48,7 @@ def eviction_channels(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor,
 def scaled(x: Tensor, channel: int, factor: float) -> Tensor:
     """Return a copy of x [..., d] with its eviction channel multiplied by `factor`."""
     mask = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
-    mask[channel].fill_(factor)  # assigned, the number would be copied from the host
+    mask[channel].fill_(factor)  # an assignment would copy the number from the host
     return x * mask
 
 
@@ -68,7 +69,7 @@ def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:
 
 
 class DMCLayer(MethodLayer):
-    """Decisions of each KV head whether a token continues the slot of its predecessor."""
+    """DMC in a layer: each KV head decides whether a token continues its predecessor's slot."""
 
     def __init__(self, spec: MethodSpec, kernels: LayerKernels | None = None) -> None:
         assert isinstance(spec, DMCSpec)
@@ -98,7 +99,7 @@ class DMCLayer(MethodLayer):
 
     def _shared(self, activation: Tensor, step: LayerPass) -> Tensor:
         """Replace every head by the first head of the model."""
-        # multiplied on every rank, so that every rank takes part in the sum of the gradients
+        # every rank multiplies, so that every rank takes part in the sum of the gradients
         first = step.sum_ranks(activation[..., :1] * float(step.first_rank))
         return first.expand_as(activation)
 
@@ -140,7 +141,7 @@ class DMCLayer(MethodLayer):
         return noise.logistic(s, g)
 
     def _own_loss(self, alpha: Tensor, alpha_sum: Tensor, step: LayerPass) -> Tensor:
-        """Compute this rank's part of what the layer adds to the loss, [b], times its decisions.
+        """Compute this rank's part of the layer's own loss, [b], times the number of decisions.
 
         Args:
             alpha: [s, b, g].

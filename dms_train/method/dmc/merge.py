@@ -18,7 +18,7 @@ from torch import Tensor
 def merge(
     key: Tensor, value: Tensor, alpha: Tensor, weight: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Merge keys and values with those of earlier tokens; the reference implementation.
+    """Merge keys and values with the keys and values of earlier tokens; reference implementation.
 
     Args:
         key: [s, ..., d], before RoPE.
@@ -33,13 +33,13 @@ def merge(
     wide = torch.promote_types(alpha.dtype, torch.float32)
     share, wide_weight = alpha.new_ones(alpha.shape, dtype=wide), weight.to(wide)
     k, v = key.to(wide), value.to(wide)
-    keys, values, total = k * wide_weight[..., None], v * wide_weight[..., None], wide_weight
+    keys, values, weight_sum = k * wide_weight[..., None], v * wide_weight[..., None], wide_weight
     for m in range(1, min(width, len(key))):
-        # of tokens m and later: the product of their own alpha and those up to m - 1 before
+        # for tokens m and later: product of the token's alpha and the m - 1 alphas before it
         share = share[1:] * alpha.to(wide)[1 : len(alpha) - m + 1]
-        part = (share * wide_weight[:-m])[..., None]
-        keys = torch.cat([keys[:m], keys[m:] + part * k[:-m]])
-        values = torch.cat([values[:m], values[m:] + part * v[:-m]])
-        total = torch.cat([total[:m], total[m:] + part[..., 0]])
-    total = total.clamp(min=torch.finfo(wide).tiny)[..., None]
-    return (keys / total).to(key.dtype), (values / total).to(value.dtype)
+        weighted_share = (share * wide_weight[:-m])[..., None]
+        keys = torch.cat([keys[:m], keys[m:] + weighted_share * k[:-m]])
+        values = torch.cat([values[:m], values[m:] + weighted_share * v[:-m]])
+        weight_sum = torch.cat([weight_sum[:m], weight_sum[m:] + weighted_share[..., 0]])
+    weight_sum = weight_sum.clamp(min=torch.finfo(wide).tiny)[..., None]
+    return (keys / weight_sum).to(key.dtype), (values / weight_sum).to(value.dtype)

@@ -1,8 +1,8 @@
 """Constants of Dynamic Memory Compression (arXiv:2403.09636).
 
-Sections and appendices are those of the paper. Where it is silent, the public code of its authors
-decides: queries and keys use the same eviction channel, the offset is subtracted at inference too,
-and keys are merged before RoPE.
+Sections and appendices are numbered as in the paper. Where the paper is silent, the public code of
+its authors decides. Queries and keys use the same eviction channel, the offset is subtracted at
+inference too, and keys are merged before RoPE.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dms_train.limits import AtLeast, OneOf
 from dms_train.method.base import LayerSizes, MethodOptions, MethodSpec
 
 _FP32 = 4
-# float32 numbers of a KV head and token: decisions, importance and their sums
+# float32 numbers per KV head and token: decisions, importance and their sums
 _VALUES = 9
-_FUSED_VALUES = 4  # of which the decisions are 1, and 3 where kernels cannot make them
+_FUSED_VALUES = 4  # decisions take 1 of these numbers, or 3 where kernels cannot make them
 _DECISIONS = 3
 
 
@@ -26,7 +26,7 @@ _DECISIONS = 3
 class DMCSpec(MethodSpec):
     """Checked constants of Dynamic Memory Compression.
 
-    The eviction channel of a key decides, and that of the queries of its group weighs the token.
+    A key's eviction channel decides. The eviction channel of its group's queries weighs the token.
     Both are cleared before RoPE.
 
     Attributes:
@@ -36,8 +36,8 @@ class DMCSpec(MethodSpec):
         importance: `query` weighs a token by sigmoid(mean activation of the eviction channel in
             its queries + importance_offset), `uniform` weighs all tokens alike.
         importance_offset: Offset with which weights start near 1.
-        heads: `separate` decisions of each KV head, or `shared`: those of the first KV head of a
-            layer hold for all (DMC-HardC).
+        heads: `separate`: every KV head decides. `shared`: the first KV head of a layer decides for
+            all (DMC-HardC).
 
     Raises:
         ValueError: One line for every value that cannot be used.
@@ -73,7 +73,7 @@ class DMCSpec(MethodSpec):
 
     @property
     def summary(self) -> str:
-        """Describe a retrofitted model, as the end of a sentence."""
+        """Return the end of a sentence that describes a retrofitted model."""
         return (
             "each KV head decides for every token whether it takes a slot of the KV cache or is "
             "averaged into the slot of the token before it"
@@ -87,7 +87,7 @@ class DMCSpec(MethodSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DMCOptions(DMCSpec, MethodOptions):
-    """The `method` block of a configuration; further fields are those of its base classes.
+    """The `method` block of a configuration; its base classes have further fields.
 
     Attributes:
         consistency: Weight of the loss sum |alpha - mean over the heads of alpha| (DMC-C).
@@ -101,7 +101,7 @@ class DMCOptions(DMCSpec, MethodOptions):
     spec_class: ClassVar[type[MethodSpec]] = DMCSpec
 
     def kept_bytes(self, sizes: LayerSizes) -> int:
-        """Count decisions, what averages keys and values, and the masks that clear both channels.
+        """Count the decisions, the tensors of the average, and the masks that clear both channels.
 
         The kernels keep keys and values as they are given, and the share of each of `merge_window`
         tokens in the average of every token. Torch operations keep keys, values and their sums in
@@ -120,7 +120,7 @@ class DMCOptions(DMCSpec, MethodOptions):
             values = (_VALUES + 2 * others) * sizes.length - others * (others + 1)
         masks = 2 * sizes.head * sizes.width
         if not (sizes.fused and self.independent_heads):
-            masks += sizes.length  # which tokens have no predecessor
+            masks += sizes.length  # mask of the tokens without a predecessor
         return kept + values * lists * _FP32 + masks
 
     @property

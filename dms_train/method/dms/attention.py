@@ -1,6 +1,6 @@
 """Attention of a layer under DMS: an eviction channel in the query, and a mask.
 
-Shape letters are those of `method.layer`.
+`method.layer` explains the shape letters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dms_train.method.visibility import align_to_keys
 
 
 class DMSLayer(MethodLayer):
-    """Decisions of each KV head about every token, read from its first query head."""
+    """DMS in a layer: each KV head reads a token's decision from its first query head."""
 
     scale_on_device = True
 
@@ -35,7 +35,7 @@ class DMSLayer(MethodLayer):
     def prepare_fused(
         self, projection: Projection, step: LayerPass
     ) -> tuple[Heads, Decided | None]:
-        """Do what `prepare` does; in training with a kernel for the decisions, too."""
+        """Do the same as `prepare`; in training, a kernel also computes the decisions."""
         spec = self.spec
         heads, channel = projection.rotated(spec.channel, clear_after_rope=spec.clear_after_rope)
         if self._kernels is None or step.plan.eviction != "soft" or step.recorded:
@@ -47,8 +47,8 @@ class DMSLayer(MethodLayer):
         """Apply RoPE with the eviction channel multiplied by the plan's factor.
 
         When the eviction channel is also cleared after RoPE, full and cleared queries are
-        interpolated, so that every path through the eviction channel carries the factor once and
-        none carries its square.
+        interpolated. Every path through the eviction channel then carries the factor once, and none
+        carries its square.
         """
         spec, factor = self.spec, step.plan.channel_scale
         if factor == 1.0:

@@ -9,9 +9,9 @@ from dms_train.limits import AtLeast, OneOf
 from dms_train.method.base import LayerSizes, MethodOptions, MethodSpec
 
 _FP32 = 4
-# float32 numbers of a KV head and token: alpha, the negated logit and log(1 - alpha)
+# float32 numbers per KV head and token: alpha, the negated logit and log(1 - alpha)
 _DECISION_VALUES = 3
-_FUSED_DECISION_VALUES = 1  # the logit alone
+_FUSED_DECISION_VALUES = 1  # fused kernels keep the logit alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class DMSSpec(MethodSpec):
 
     @property
     def summary(self) -> str:
-        """Describe a retrofitted model, as the end of a sentence."""
+        """Return the end of a sentence that describes a retrofitted model."""
         return (
             "each KV head decides for every token whether the token is evicted from the KV cache "
             f"once it is more than {self.window} tokens back"
@@ -65,7 +65,7 @@ class DMSSpec(MethodSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DMSOptions(DMSSpec, MethodOptions):
-    """The `method` block of a configuration; fields are those of its base classes."""
+    """The `method` block of a configuration; its base classes have the fields."""
 
     spec_class: ClassVar[type[MethodSpec]] = DMSSpec
 
