@@ -201,21 +201,21 @@ class Source(NamedTuple):
 
     def load(self) -> Benchmark:
         """Import the module and return its declaration."""
-        found: Benchmark = importlib.import_module(self.module).BENCHMARK
-        return found
+        benchmark: Benchmark = importlib.import_module(self.module).BENCHMARK
+        return benchmark
 
 
 def find() -> dict[str, Source]:
     """Return all benchmarks by name, without importing them."""
-    found = {}
+    sources = {}
     for file in sorted(_MODULES.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         if "\nBENCHMARK = Benchmark(" in text:
             words = file.relative_to(_MODULES).with_suffix("").parts
             name = " ".join(word for word in words if word != "main")
             docstring = ast.get_docstring(ast.parse(text)) or ""
-            found[name] = Source(".".join(("benchmarks", *words)), docstring)
-    return found
+            sources[name] = Source(".".join(("benchmarks", *words)), docstring)
+    return sources
 
 
 def or_skipped(measure: Callable[[], Record]) -> Record:

@@ -110,15 +110,15 @@ def read_prompts(llm: LLM, path: Path, count: int, length: int) -> list[list[int
     """
     if llm.tokenizer is None:
         raise InferenceError("the export has no tokenizer.json; export it with one")
-    found: dict[tuple[int, ...], None] = {}
+    prefixes: dict[tuple[int, ...], None] = {}
     for document in read_documents(path, InputRule(text_split=EVERY_LINE)):
         ids = llm.tokenizer.encode(str(document.content))[:length]
         if len(ids) == length:
-            found[tuple(ids)] = None
-        if len(found) == count:
-            return [list(ids) for ids in found]
+            prefixes[tuple(ids)] = None
+        if len(prefixes) == count:
+            return [list(ids) for ids in prefixes]
     raise InferenceError(
-        f"{path}: {len(found)} texts begin with {length} tokens each in its own way, "
+        f"{path}: {len(prefixes)} texts begin with {length} tokens each in its own way, "
         f"{count} are needed; lower --prompts or give more texts"
     )
 

@@ -82,17 +82,17 @@ def requests(case: str, texts: Texts, args: Args) -> list[Instance]:
 
     shared = texts.draw(int(_EXAMPLES * args.prompt_tokens))
     rest = args.prompt_tokens - int(_EXAMPLES * args.prompt_tokens)
-    found: list[tuple[Any, ...]] = []
+    arguments: list[tuple[Any, ...]] = []
     for _ in range(args.documents):
         if case == "generate":
             how = {"until": [], "do_sample": False, "max_gen_toks": args.new_tokens}
-            found.append((texts.draw(args.prompt_tokens), how))
+            arguments.append((texts.draw(args.prompt_tokens), how))
         elif case == "choices":
             question = f"{shared} {texts.draw(rest)}"
-            found += [(question, " " + texts.draw(_ANSWER_TOKENS)) for _ in range(args.choices)]
+            arguments += [(question, " " + texts.draw(_ANSWER_TOKENS)) for _ in range(args.choices)]
         else:
-            found.append((texts.draw(args.prompt_tokens),))
-    return [Instance(CASES[case], {}, given, number) for number, given in enumerate(found)]
+            arguments.append((texts.draw(args.prompt_tokens),))
+    return [Instance(CASES[case], {}, given, number) for number, given in enumerate(arguments)]
 
 
 def timed(
@@ -190,14 +190,14 @@ def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
 
 def _compare(args: Args, model: str) -> Iterator[dict[str, Any]]:
     models = build(args, model)
-    found = {}
+    by_case = {}
     for number, case in enumerate(args.cases):
 
         def draw(repeat: int, case: str = case, number: int = number) -> list[Instance]:
             return requests(case, Texts(models["ours"], 1000 * number + repeat), args)
 
-        found[case] = compare(case, models, draw, args)
-        yield {"cases": found, "cr_factor": models["ours"].engine.kv.cr_factor}
+        by_case[case] = compare(case, models, draw, args)
+        yield {"cases": by_case, "cr_factor": models["ours"].engine.kv.cr_factor}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -148,7 +148,7 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
     times, lists = _steps(graphs, cache.pool, sizes, held)
     read, live = (x.float().mean().item() for x in cache.counts(lists))
     low, *_, high = statistics.quantiles(times, n=5)
-    found = {
+    figures = {
         "step_ms": round(1e3 * statistics.median(times), 3),
         "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
         "read": round(read, 1),
@@ -156,8 +156,8 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
         "bytes": _bytes_read(model, sizes, read, live if isinstance(policy, QuestPolicy) else 0),
     }
     if device.type == "cuda":
-        found["cache_ms"] = round(_cache_ms(cache, model, sizes, held), 3)
-    return found
+        figures["cache_ms"] = round(_cache_ms(cache, model, sizes, held), 3)
+    return figures
 
 
 def _bytes_read(model: LoadedModel, sizes: Sizes, read: float, bounded: float) -> int:
@@ -170,9 +170,9 @@ def _bytes_read(model: LoadedModel, sizes: Sizes, read: float, bounded: float) -
 def _cache_bytes(model: LoadedModel, sizes: Sizes, held: int) -> int:
     """Return the bytes for the tokens held, and for those of the steps."""
     a = model.architecture
-    places = -(-(held + 3 * sizes.steps) // _PAGE) + 2
+    num_pages = -(-(held + 3 * sizes.steps) // _PAGE) + 2
     page = 2 * (_PAGE + 1) * a.kv_channels * model.dtype.itemsize + 8
-    return sizes.sequences * a.num_layers * a.num_query_groups * places * page + page
+    return sizes.sequences * a.num_layers * a.num_query_groups * num_pages * page + page
 
 
 def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> None:

@@ -82,16 +82,19 @@ def device_name(device: torch.device) -> str:
 
 def versions(device: torch.device) -> dict[str, str | None]:
     """Return the versions of everything that a time depends on."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    by_name: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if device.type == "cuda":
         import triton
 
-        found |= {
+        by_name |= {
             "triton": triton.__version__,
             "cuda": torch.version.cuda,
             "cudnn": str(torch.backends.cudnn.version()),
         }
-    return found
+    return by_name
 
 
 class Busy:

@@ -112,9 +112,9 @@ def _row(way: _Way, given: Inputs, exact: _Result) -> dict[str, Any]:
     return row
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def _error(computed: Tensor, exact: Tensor) -> float:
     """Return the norm of the difference, relative to that of the exact tensor."""
-    return ((found.float() - exact.float()).norm() / exact.float().norm()).item()
+    return ((computed.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
 def _gradients(given: Inputs, loss: Tensor) -> _Result:

@@ -120,16 +120,18 @@ def _results(call: Call) -> list[Tensor]:
     return [out.detach(), *call.backward(out)]
 
 
-def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-    """Return the error of `found` over the error of `peer`, by name of the result.
+def error_ratios(
+    results: list[Tensor], peer: list[Tensor], truth: list[Tensor]
+) -> dict[str, float]:
+    """Return the error of `results` over the error of `peer`, by name of the result.
 
     Errors below that of rounding the true result to its dtype count as that rounding error, so that
     an exact peer does not make ratios infinite. For results that cancel to nearly zero the lower
     bound is 1e-4 of the error of rounding the largest result to 16 bits.
     """
-    least = _CANCELLING * torch.finfo(found[0].dtype).eps * max(float(x.norm()) for x in truth)
+    least = _CANCELLING * torch.finfo(results[0].dtype).eps * max(float(x.norm()) for x in truth)
     ratios = {}
-    for name, a, b, t in zip(NAMES, found, peer, truth, strict=True):
+    for name, a, b, t in zip(NAMES, results, peer, truth, strict=True):
         floor = max(_ROUNDING * torch.finfo(a.dtype).eps * float(t.norm()), least)
         ours_error, peer_error = (float((x.double() - t).norm()) for x in (a, b))
         ratios[name] = max(ours_error, floor) / max(peer_error, floor)
@@ -155,15 +157,17 @@ def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) ->
             parts = list(pool.map(work, families))
     else:
         parts = [work(family) for family in families]
-    found = {name: [case for part in parts for case in part[name]] for name in names}
-    worst = {name: {r: _worst(cases, r) for r in NAMES} for name, cases in found.items()}
+    by_backend = {name: [case for part in parts for case in part[name]] for name in names}
+    worst = {name: {r: _worst(cases, r) for r in NAMES} for name, cases in by_backend.items()}
     return {
         "cases": count,
         "bound": BOUND,
         "worst": worst,
-        "median": {name: {r: _median(cases, r) for r in NAMES} for name, cases in found.items()},
+        "median": {
+            name: {r: _median(cases, r) for r in NAMES} for name, cases in by_backend.items()
+        },
         "within": all(w["ratio"] <= BOUND for by in worst.values() for w in by.values()),
-        "backends": found,
+        "backends": by_backend,
     }
 
 
@@ -175,15 +179,15 @@ def _measure_family(
     if on_gpu:
         torch.set_num_threads(1)  # this process is one of many
     longest = _LONGEST if on_gpu else _LONGEST_ON_CPU
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    by_backend: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(family, count, len(FAMILIES)):
         case = draw_case(seed, longest)
         inputs = case_inputs(case, device)
         truth, peer = exact(inputs), sdpa_baseline(inputs)
         for name in names:
             errors = error_ratios(_results(ours(inputs, name)), peer, truth)
-            found[name].append({"case": _described(case), "ratios": errors})
-    return found
+            by_backend[name].append({"case": _described(case), "ratios": errors})
+    return by_backend
 
 
 def _described(case: Case) -> str:
@@ -237,7 +241,7 @@ BENCHMARK = Benchmark(
     options=options,
     measure=_measure,
     store=add_fields,
-    failed=lambda found: not found["within"],
+    failed=lambda row: not row["within"],
     tables=tables,
     stored=(
         Table(

@@ -198,8 +198,8 @@ class _Slabs:
         for h, count in enumerate(need):
             while len(self.free) < count - held[h]:
                 self._open()
-            for place in range(held[h], count):
-                rows[h][place] = self.free.pop()
+            for index in range(held[h], count):
+                rows[h][index] = self.free.pop()
             held[h] = max(held[h], count)
         table.copy_(torch.tensor([rows], dtype=torch.int32))
         lowest = min(self.slabs, key=lambda slab: slab.data_ptr())

@@ -168,11 +168,11 @@ def stage_cells(name: str, row: dict[str, Any], c: Calibration) -> Iterator[list
     if "superseded" in row:
         words += f"; {row['superseded']}"
     planned = step_time(stages(case), _GPU, c).total
-    for stage, found in zip(stages(case), row["stages"], strict=True):
+    for stage, measured in zip(stages(case), row["stages"], strict=True):
         memory = of_stage(stage)
         guess, needed = memory.allocated(c), memory.needed(c, case.layout.world)
-        share = guess / found["allocated"] - 1 if found["allocated"] else 0.0
-        sizes = [_gb(found["allocated"]), _gb(guess), f"{share:+.1%}", _gb(found["used"])]
+        share = guess / measured["allocated"] - 1 if measured["allocated"] else 0.0
+        sizes = [_gb(measured["allocated"]), _gb(guess), f"{share:+.1%}", _gb(measured["used"])]
         times = _times(row["step_s"], planned) if stage.rank == 0 else [""]
         yield [name, words, stage.rank, *sizes, _gb(needed), *times]
 
@@ -181,9 +181,16 @@ def step_cells(row: dict[str, Any], c: Calibration) -> list[object]:
     """Return the cells under `STEP_HEAD`: the plan next to the fullest process of a step."""
     case = Case.from_dict(row["case"])
     guess = max(of_stage(stage).allocated(c) for stage in stages(case))
-    found, time = row["max_memory_allocated"], step_time(stages(case), _GPU, c).total
-    share = f"{guess / found - 1:+.1%}"
-    return [_words(case), case.layers, _gb(found), _gb(guess), share, *_times(row["step_s"], time)]
+    measured, time = row["max_memory_allocated"], step_time(stages(case), _GPU, c).total
+    share = f"{guess / measured - 1:+.1%}"
+    return [
+        _words(case),
+        case.layers,
+        _gb(measured),
+        _gb(guess),
+        share,
+        *_times(row["step_s"], time),
+    ]
 
 
 def _words(case: Case) -> str:
@@ -216,13 +223,15 @@ def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
         _outside(row) for row in rows.values() if Case.from_dict(row["case"]).layout.world == 1
     ]
     several = [_outside(row) for row in rows.values()]
-    found = [stage for row in rows.values() for stage in row.get("stages", ())]
+    measured_stages = [stage for row in rows.values() for stage in row.get("stages", ())]
     fitted = old._replace(
         activation_factor=round(factor, 4),
         constant_bytes=round(constant),
         outside_bytes=round(max(alone)),
         nccl_bytes=round(max(several) - max(alone)),
-        reserved_share=round(max(stage["reserved"] / stage["allocated"] for stage in found), 4),
+        reserved_share=round(
+            max(stage["reserved"] / stage["allocated"] for stage in measured_stages), 4
+        ),
         matmul_efficiency=round(matmul, 4),
         traffic_factor=round(traffic, 4),
     )
@@ -231,14 +240,14 @@ def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
 
 def _links(steps: list[dict[str, Any]], c: Calibration) -> float:
     """Return the share of a link's bandwidth that explains the measured tensor-parallel steps."""
-    found = []
+    efficiencies = []
     for row in steps:
         case = Case.from_dict(row["case"])
         if case.layout.tp > 1 and case.kind == "dms":
             planned = step_time(stages(case), _GPU, c._replace(link_efficiency=1.0))
             left = row["step_s"] - planned.total + planned.communication
-            found.append(planned.communication / left)
-    return sum(found) / len(found) if found else c.link_efficiency
+            efficiencies.append(planned.communication / left)
+    return sum(efficiencies) / len(efficiencies) if efficiencies else c.link_efficiency
 
 
 def _outside(row: dict[str, Any]) -> float:

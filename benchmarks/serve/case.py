@@ -72,15 +72,15 @@ def figures(case: Case, prefill: Steps, decode: Steps) -> dict[str, Any]:
         `prefill_tok_s` and `step_ms` with its 20 % and 80 % quantiles; `skipped` with the reason
         instead of the latter if the sequences did not decode together.
     """
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         **case._asdict(),
         "prefill_tok_s": round(case.sequences * case.context / prefill.seconds),
     }
     if len(decode.steps) < FEWEST:
         held = f"the KV cache holds {decode.together} of {case.sequences} sequences at once"
-        return found | {"skipped": held}
+        return row | {"skipped": held}
     low, *_, high = statistics.quantiles(decode.steps, n=5)
-    return found | {
+    return row | {
         "step_ms": round(1e3 * statistics.median(decode.steps), 3),
         "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
     }

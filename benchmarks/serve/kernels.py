@@ -58,7 +58,7 @@ def by_part(step: Sequence[Kernel]) -> dict[str, float]:
     Raises:
         InferenceError: A kernel is none of a step.
     """
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     products = sum(kernel.name == "_linear_kernel" for kernel in step)
     seen, begin = 0, step[0].start
     for name, _, end in step:
@@ -70,9 +70,9 @@ def by_part(step: Sequence[Kernel]) -> dict[str, float]:
             part = _OTHERS[name]
         else:
             raise InferenceError(f"{name}: not a kernel of a decode step")
-        found[part] = found.get(part, 0.0) + max(0.0, end - begin)
+        times[part] = times.get(part, 0.0) + max(0.0, end - begin)
         begin = max(begin, end)
-    return found
+    return times
 
 
 def bytes_of(a: Architecture, live: float, sequences: int) -> dict[str, float]:
@@ -87,8 +87,8 @@ def bytes_of(a: Architecture, live: float, sequences: int) -> dict[str, float]:
         _PRODUCTS[2]: 2 * a.ffn_hidden_size * a.hidden_size,
         _PRODUCTS[3]: a.ffn_hidden_size * a.hidden_size,
     }
-    found = {name: 2.0 * a.num_layers * count for name, count in layer.items()}
-    return found | {LOGITS: 2.0 * a.vocab_size * a.hidden_size}
+    num_bytes = {name: 2.0 * a.num_layers * count for name, count in layer.items()}
+    return num_bytes | {LOGITS: 2.0 * a.vocab_size * a.hidden_size}
 
 
 def tables(record: dict[str, Any]) -> str:
@@ -185,7 +185,7 @@ def _profiled(engine: InferenceEngine) -> Iterable[list[Kernel]]:
 
 def steps_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
     """Return whole steps, each from its first kernel to its last one."""
-    found: list[list[Kernel]] = []
+    steps: list[list[Kernel]] = []
     step: list[Kernel] = []
     for kernel in sorted(kernels, key=lambda k: k.end):
         if kernel.name == "_embed_kernel":
@@ -193,9 +193,9 @@ def steps_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
         step.append(kernel)
         if kernel.name == "_report_kernel":
             if step[0].name == "_embed_kernel":
-                found.append(step)
+                steps.append(step)
             step = []
-    return found
+    return steps
 
 
 def options(parser: argparse.ArgumentParser) -> None:

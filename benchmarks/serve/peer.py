@@ -137,12 +137,12 @@ def _run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> Steps:
 
     def step() -> Any:
         nonlocal together
-        found = plain()
+        outputs = plain()
         counts = [request.num_output_tokens for request in scheduler.running]
         together = max(together, sum(count > 0 for count in counts))
         if len(counts) == len(tokens) and min(counts) > 0:
             marks.append((time.perf_counter(), sum(counts)))
-        return found
+        return outputs
 
     engine.step = step
     before = time.perf_counter()

@@ -59,10 +59,10 @@ def side_by_side(rows: list[Row], value: str) -> str:
 
 def by_case(rows: Iterable[Row]) -> dict[tuple[str, int, int], list[Row]]:
     """Group rows by shape, context and sequences, in the order of the tables."""
-    found: dict[tuple[str, int, int], list[Row]] = {}
+    cases: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["shape"], row["context"], row["sequences"]), []).append(row)
-    return dict(sorted(found.items()))
+        cases.setdefault((row["shape"], row["context"], row["sequences"]), []).append(row)
+    return dict(sorted(cases.items()))
 
 
 def best(rows: list[Row], column: str, value: str) -> Row:
@@ -78,10 +78,10 @@ def best(rows: list[Row], column: str, value: str) -> Row:
         for row in rows
         if row["engine"].startswith("vLLM") and PEERS.get(column) in (None, row["cache_dtype"])
     ]
-    done = [row for row in mine if value in row]
-    if not done:
+    measured = [row for row in mine if value in row]
+    if not measured:
         return mine[0] if mine else {}
-    return (min if value == "step_ms" else max)(done, key=lambda row: row[value])
+    return (min if value == "step_ms" else max)(measured, key=lambda row: row[value])
 
 
 def ratio(rows: list[Row], over: str, under: str, value: str) -> str:

@@ -85,12 +85,12 @@ def arrivals(
         vocab: Tokens of the model.
         seed: Seed of lengths and tokens.
     """
-    draw, found = random.Random(seed), []
+    draw, requests = random.Random(seed), []
     for at in times:
         lengths = mix.draw(draw) if isinstance(mix, Mix) else draw.choice(mix)
         prompt = [draw.randrange(vocab // 2, vocab - 1) for _ in range(lengths.prompt)]
-        found.append(Arrival(at, prompt, lengths.new))
-    return found
+        requests.append(Arrival(at, prompt, lengths.new))
+    return requests
 
 
 def recorded(path: Path, most: int) -> list[Lengths]:
@@ -103,7 +103,7 @@ def recorded(path: Path, most: int) -> list[Lengths]:
     Raises:
         ValueError: There is none, or a line lacks a length.
     """
-    found = []
+    lengths_list = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
@@ -111,7 +111,7 @@ def recorded(path: Path, most: int) -> list[Lengths]:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}, line {number}: needs prompt_tokens and tokens") from None
         if min(lengths) > 0 and sum(lengths) <= most:
-            found.append(lengths)
-    if not found:
+            lengths_list.append(lengths)
+    if not lengths_list:
         raise ValueError(f"{path}: no request of 1 to {most} tokens")
-    return found
+    return lengths_list

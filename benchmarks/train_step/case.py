@@ -182,13 +182,13 @@ def _most_allocated(view: ParallelView) -> int:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    installed = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def main() -> None:

@@ -115,7 +115,7 @@ def run_case(case: Case, module: str = "benchmarks.train_step.case") -> dict[str
         ]
         row: dict[str, Any] = {"case": case.to_dict(), "label": case.label}
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [*settings, sys.executable, *worker],
                 cwd=ROOT,
                 capture_output=True,
@@ -126,8 +126,8 @@ def run_case(case: Case, module: str = "benchmarks.train_step.case") -> dict[str
         except subprocess.TimeoutExpired:
             return row | {"failed": f"not finished within {_PATIENCE_S} s"}
         if not result.exists():
-            print(done.stderr[-4000:], file=sys.stderr)
-            return row | {"failed": _reason(done.stderr)}
+            print(process.stderr[-4000:], file=sys.stderr)
+            return row | {"failed": _reason(process.stderr)}
         return row | figures(case, json.loads(result.read_text()))
 
 

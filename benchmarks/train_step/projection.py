@@ -103,16 +103,16 @@ def _tensor_bytes(layers: int, hidden: int, length: int, tp: int) -> float:
     return _COLLECTIVES * layers * length * hidden * 2 * (tp - 1) / tp
 
 
-def step_s(found: Measured, assumed: Assumptions) -> dict[str, float]:
+def step_s(rates: Measured, assumed: Assumptions) -> dict[str, float]:
     """Return the seconds of one step by part, and `total`."""
     a, microbatches = QWEN_32B, SAMPLES // DP
     vocabulary = 2 * a.vocab_size * a.hidden_size
     layers = forward_flops_per_token(a, LENGTH) - vocabulary
     # the last stage also computes the vocabulary, and the others wait for it
     operations = _PASSES * (layers / PP + vocabulary) * LENGTH / TP
-    passes = operations / (found.rate * assumed.narrow)
+    passes = operations / (rates.rate * assumed.narrow)
     tensor = assumed.exposed * _tensor_bytes(a.num_layers // PP, a.hidden_size, LENGTH, TP)
-    tensor /= found.link
+    tensor /= rates.link
     # student and teacher of a microbatch forward, as much backward
     pipeline = 2 * 2 * LENGTH * a.hidden_size * 2 / TP / assumed.network
     # fp32 gradients are reduced and bf16 weights gathered
@@ -130,16 +130,16 @@ def step_s(found: Measured, assumed: Assumptions) -> dict[str, float]:
 
 def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the projection as Markdown; nothing if it cannot be made."""
-    found = measured(rows)
-    if found is None:
+    rates = measured(rows)
+    if rates is None:
         return
     yield (
-        f"Measured on each GPU: {found.rate / 1e12:.0f} model-TFLOP/s outside exposed "
-        f"communication and optimizer, {found.link / 1e9:.0f} GB/s sent by collectives within a "
+        f"Measured on each GPU: {rates.rate / 1e12:.0f} model-TFLOP/s outside exposed "
+        f"communication and optimizer, {rates.link / 1e9:.0f} GB/s sent by collectives within a "
         "node.\n"
     )
     yield table(ASSUMED, [assumed._asdict() for assumed in CASES])
-    cases = {assumed.name: step_s(found, assumed) for assumed in CASES}
+    cases = {assumed.name: step_s(rates, assumed) for assumed in CASES}
     parts = list(next(iter(cases.values())))
     steps = [
         [name, *(f"{seconds[part]:.2f}" for part in parts), *_rates(seconds["total"])]

@@ -120,10 +120,10 @@ def parse_layout(text: str) -> Layout:
     """Read a layout such as `tp2_sp`, `pp2_vp2` or `dp2`; ValueError for another word."""
     values: dict[str, Any] = {}
     for word in text.split("_"):
-        found = _LAYOUT_WORD.fullmatch(word)
-        if found is None:
+        match = _LAYOUT_WORD.fullmatch(word)
+        if match is None:
             raise ValueError(f"layout {text}: {word!r} is none of tpN, ppN, vpN, dpN, sp")
-        values[found[1] or "sp"] = int(found[2]) if found[1] else True
+        values[match[1] or "sp"] = int(match[2]) if match[1] else True
     return Layout(**values)
 
 

@@ -109,15 +109,15 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
 
 def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
-    done = 0
+    first_step = 0
     for name, stage in zip(config.stage.run, stages, strict=True):
         if not isinstance(stage, Stage):
             yield f"stage {name}: {_action(config, stage)}"
             continue
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
         yield f"      step channel  decision  CR target  {config.method.verb}"
-        yield from (_row(stage, done, index) for index in _spread(stage.steps))
-        done += stage.steps
+        yield from (_row(stage, first_step, index) for index in _spread(stage.steps))
+        first_step += stage.steps
 
 
 def _action(config: RunConfig, action: Action) -> str:
@@ -130,8 +130,8 @@ def _action(config: RunConfig, action: Action) -> str:
     return f"{options.samples} samples{problems}"
 
 
-def _row(stage: Stage, done: int, index: int) -> str:
-    plan = stage.plan(done + index, index)
+def _row(stage: Stage, first_step: int, index: int) -> str:
+    plan = stage.plan(first_step + index, index)
     return (
         f"{plan.step + 1:>10}  {plan.channel_scale:6.3f}  {plan.eviction:>8}  "
         f"{plan.target_cr:9.3f}  {evicted_fraction(plan.target_cr):7.3f}"

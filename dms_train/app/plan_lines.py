@@ -85,12 +85,12 @@ def layout_table(
 ) -> Iterator[str]:
     """Return the fastest layouts that divide and fit, with the words to type for each."""
     gpu, c = _chosen(config), calibration()
-    found = layouts.search(config, architecture, world_size, gpu)
-    if not found:
+    fitting = layouts.search(config, architecture, world_size, gpu)
+    if not fitting:
         yield layouts.advice(config, architecture, world_size, gpu)
         return
-    yield f"{len(found)} layouts of {world_size} processes fit {gpu.label}; the fastest:"
+    yield f"{len(fitting)} layouts of {world_size} processes fit {gpu.label}; the fastest:"
     yield "  s a step  GiB a GPU  overrides"
-    for layout in found[:count]:
+    for layout in fitting[:count]:
         words = " ".join(layout.words(config)) or "(as it is)"
         yield f"{layout.time.total:>10.3g}  {layout.needed(c) / _GIB:>9.1f}  {words}"

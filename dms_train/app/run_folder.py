@@ -177,21 +177,23 @@ def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | Confi
     )
 
 
-def _same_on_all_ranks(config: RunConfig, found: StartPoint | ConfigError) -> StartPoint:
+def _same_on_all_ranks(config: RunConfig, newest: StartPoint | ConfigError) -> StartPoint:
     """Return the oldest checkpoint that a rank found; a refusal on one rank is raised on all."""
     while True:
-        for refused in groups.values(found if isinstance(found, ConfigError) else None):
+        for refused in groups.values(newest if isinstance(newest, ConfigError) else None):
             if refused is not None:
                 raise refused
-        assert isinstance(found, StartPoint)
-        assert found.student is not None
-        names = groups.values(found.student.name)
+        assert isinstance(newest, StartPoint)
+        assert newest.student is not None
+        names = groups.values(newest.student.name)
         if min(names) == max(names):
-            return found
-        if found.student.name != min(names):
-            why = f"checkpoint {found.student}: another rank cannot use it; use an older checkpoint"
+            return newest
+        if newest.student.name != min(names):
+            why = (
+                f"checkpoint {newest.student}: another rank cannot use it; use an older checkpoint"
+            )
             logger().warning("skipped: %s", why)
-            found = _older(config, found, why)
+            newest = _older(config, newest, why)
 
 
 def write(config: RunConfig, *, is_main_rank: bool) -> None:

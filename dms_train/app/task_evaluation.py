@@ -67,8 +67,8 @@ def evaluate_tasks(options: TaskStageOptions, run: Path) -> dict[str, float]:
     """
     numbers = {}
     for each in _runs(options, run / EXPORT, run):
-        found = evaluate(prepare(each), logger().info, launcher.job())
-        for point in found.points():
+        result = evaluate(prepare(each), logger().info, launcher.job())
+        for point in result.points():
             sys.stdout.write(f"{each.task.name:18} {point}\n")
             name = f"{each.task.name}.{point.budget}"
             numbers[f"{name}.accuracy"] = float(point.accuracy.value)

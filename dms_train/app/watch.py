@@ -26,11 +26,11 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
     """Log that ranks hang, and end this process, whose main thread waits."""
 
-    def end(found: str | None) -> None:
-        if found is None:
+    def end(reason: str | None) -> None:
+        if reason is None:
             os._exit(failures.REFUSED)
         error = failures.RankHangs(
-            f"{found}; the run ends here. Start the same command again to resume from the newest "
+            f"{reason}; the run ends here. Start the same command again to resume from the newest "
             "checkpoint"
         )
         lines = failures.describe(error)

@@ -125,8 +125,8 @@ def _evaluate(overrides: list[str]) -> None:
     from dms_train.observe import log
 
     log.configure(0)
-    found = evaluate(prepare(options), log.logger().info, launcher.job())
-    for point in found.points():
+    result = evaluate(prepare(options), log.logger().info, launcher.job())
+    for point in result.points():
         print(point)
 
 

@@ -117,9 +117,9 @@ def _numbers(kv: RequestKV | TotalKV) -> dict[str, Any]:
 
 def _print(outputs: list[RequestOutput], total: TotalKV) -> None:
     for output in outputs:
-        done = output.outputs[0]
-        shown = done.text or " ".join(map(str, done.token_ids))
-        print(f"[{output.request_id}] {output.prompt or ''}{shown}  ({done.finish_reason})")
+        completion = output.outputs[0]
+        shown = completion.text or " ".join(map(str, completion.token_ids))
+        print(f"[{output.request_id}] {output.prompt or ''}{shown}  ({completion.finish_reason})")
     names = [*(f"[{output.request_id}]" for output in outputs), "total"]
     rows = [*(_numbers(output.kv) for output in outputs), _numbers(total)]
     print("\n" + f"{'':22s}" + "".join(f"{name:>14s}" for name in names))

@@ -47,10 +47,10 @@ def evaluate_tasks(words: list[str]) -> None:
     resolve(args.model)  # what is refused without reading tasks is refused first
     run.require_unused(args.output)
     tasks = run.load_tasks(options)
-    found = run.evaluate(args.model, engine, tasks, options)
-    run.write_results(found, args.output, samples=args.log_samples)
-    print(run.table(found))
-    kv = found["dms"]["kv"]
+    results = run.evaluate(args.model, engine, tasks, options)
+    run.write_results(results, args.output, samples=args.log_samples)
+    print(run.table(results))
+    kv = results["dms"]["kv"]
     if kv is not None:
         print(
             f"cr_factor {kv['cr_factor']:.2f}  KV reads {kv['kv_reads']:,.0f}  "

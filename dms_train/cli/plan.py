@@ -75,12 +75,12 @@ def _counts(text: str) -> list[int]:
 
 def _ratios(text: str) -> list[float]:
     try:
-        found = [float(part) for part in text.split(",")]
+        ratios = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(1 <= ratio < float("inf") for ratio in found):
+        ratios = []
+    if not ratios or not all(1 <= ratio < float("inf") for ratio in ratios):
         raise argparse.ArgumentTypeError(f"{text}: give numbers from 1, separated by commas")
-    return found
+    return ratios
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

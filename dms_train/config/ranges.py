@@ -43,4 +43,6 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
 
 def _presets() -> list[str]:
     """Return the presets of the method, and those that only an export format names."""
-    return list(dict.fromkeys([*PRESETS, *(found.preset for found in FORMATS.values())]))
+    return list(
+        dict.fromkeys([*PRESETS, *(export_format.preset for export_format in FORMATS.values())])
+    )

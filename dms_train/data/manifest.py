@@ -193,13 +193,13 @@ def check_shard(prefix: str | Path, manifest: Manifest) -> None:
         _check_size(prefix, idx_path(mask), manifest.idx_bytes)
         check_hash(idx_path(mask), manifest.loss_mask.idx_sha256)
     index = read_index(prefix)
-    found = {
+    actual = {
         "documents": len(index.lengths),
         "tokens": index.tokens,
         "dtype": index.dtype,
         "bin_bytes": index.bin_bytes,
     }
-    for name, value in found.items():
+    for name, value in actual.items():
         if value != getattr(manifest, name):
             raise DataError(
                 f"{idx_path(prefix)}: {name} is {value}, the manifest says "

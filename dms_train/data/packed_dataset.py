@@ -56,12 +56,12 @@ class PackedGPTDataset(GPTDataset):
         lengths = torch.from_numpy(self._pieces.positions[chosen])
         ends = lengths.cumsum(0).tolist()
         for piece, first, last in zip(chosen.tolist(), [0, *ends], ends, strict=False):
-            place = self._read(piece)
-            text = torch.from_numpy(self.dataset.get(*place).astype("int64"))
+            location = self._read(piece)
+            text = torch.from_numpy(self.dataset.get(*location).astype("int64"))
             tokens[first:last], labels[first:last] = text[:-1], text[1:]
             loss_mask[first:last] = 1.0
             if self._masks is not None:
-                mask = self._masks.get(*place)[1:].astype("float32")
+                mask = self._masks.get(*location)[1:].astype("float32")
                 loss_mask[first:last] = torch.from_numpy(mask)
         if self.config.eod_mask_loss:
             loss_mask[tokens == self.config.tokenizer.eod] = 0.0

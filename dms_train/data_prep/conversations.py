@@ -194,14 +194,14 @@ class ConversationEncoder:
             assistant = message["role"] == "assistant"
             hidden.append({**message, "content": next(left)} if assistant else message)
         text = self._template.apply(where, hidden)
-        places = [text.find(name) for name in names]
-        if [text.count(name) for name in names] != [1] * len(names) or places != sorted(places):
+        offsets = [text.find(name) for name in names]
+        if [text.count(name) for name in names] != [1] * len(names) or offsets != sorted(offsets):
             raise DataError(
                 f"{where}: the chat template repeats or moves an assistant turn; "
                 "pass one that keeps it with --chat-template FILE"
             )
-        edges = [0, *(p + len(n) for p, n in zip(places, names, strict=True))]
-        between = [text[start:end] for start, end in zip(edges, [*places, None], strict=True)]
+        edges = [0, *(p + len(n) for p, n in zip(offsets, names, strict=True))]
+        between = [text[start:end] for start, end in zip(edges, [*offsets, None], strict=True)]
         return _joined(between, turns)
 
     def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
@@ -249,24 +249,24 @@ class ConversationEncoder:
         counted: list[int] = mask.tolist()
         return counted
 
-    def _after_end_token(self, ids: list[int], pieces: list[str], place: int) -> int:
-        """Return the index after the special token that ends a turn; `place` if there is none."""
-        end = place
+    def _after_end_token(self, ids: list[int], pieces: list[str], start: int) -> int:
+        """Return the index after the special token that ends a turn; `start` if there is none."""
+        end = start
         while end < len(ids) and ids[end] not in self._special and pieces[end].isspace():
             end += 1
         # after white space, any other special token begins the next message
-        ends = self._special if end == place else self._ends
-        return end + 1 if end < len(ids) and ids[end] in ends else place
+        ends = self._special if end == start else self._ends
+        return end + 1 if end < len(ids) and ids[end] in ends else start
 
 
 def _joined(between: list[str], turns: list[str]) -> ChatText:
     """Return the pieces of a template with the turns between them."""
-    text, places = "", []
+    text, turn_spans = "", []
     for piece, turn in zip(between, turns, strict=False):
         if turn.lstrip().startswith("<think>"):
             # some templates write empty reasoning before a turn that seems to have none
             piece = _EMPTY_REASONING.sub("", piece)
         text += piece
-        places.append((len(text), len(text) + len(turn)))
+        turn_spans.append((len(text), len(text) + len(turn)))
         text += turn
-    return ChatText(text + between[-1], places)
+    return ChatText(text + between[-1], turn_spans)

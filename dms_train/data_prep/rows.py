@@ -250,11 +250,11 @@ class HubRows:
         datasets.disable_progress_bars()
         self._name = name
         self.total: int | None = None
-        commit, place = _place(name, hub)
+        commit, location = _place(name, hub)
         revision = {"revision": commit} if hub.allow_network else {}
         try:
             dataset = datasets.load_dataset(
-                place, hub.config, split=hub.split, streaming=True, **revision
+                location, hub.config, split=hub.split, streaming=True, **revision
             )
             present = [name for name in columns if name in (dataset.column_names or ())]
             # some formats have columns with the first row only

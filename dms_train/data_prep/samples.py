@@ -36,7 +36,7 @@ class Outcome(StrEnum):
     KEPT = "kept"
 
 
-_ORDER = {outcome: place for place, outcome in enumerate(Outcome)}
+_ORDER = {outcome: rank for rank, outcome in enumerate(Outcome)}
 
 
 @dataclass(slots=True)

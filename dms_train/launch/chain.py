@@ -89,7 +89,7 @@ def script(job: Job, config: RunConfig, workdir: Path) -> str:
     """Return the batch script of a job: its template with every `@PLACEHOLDER@` filled."""
     text = (TEMPLATES / f"{job.kind}.sbatch").read_text(encoding="utf-8")
     values = _values(job, config, workdir)
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
 
 
 def needs(job: Job, config: RunConfig) -> Needs:

@@ -51,11 +51,11 @@ def _copy_code(target: Path) -> None:
 
 
 def _packages() -> str:
-    found = {
+    requirements = {
         f"{package.metadata['Name']}=={package.version}\n"
         for package in importlib.metadata.distributions()
     }
-    return "".join(sorted(found, key=str.lower))
+    return "".join(sorted(requirements, key=str.lower))
 
 
 def _git() -> str:
@@ -64,7 +64,7 @@ def _git() -> str:
     parts = []
     for arguments in words:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 ["git", "-C", str(_PACKAGE), *arguments],
                 capture_output=True,
                 text=True,
@@ -73,5 +73,5 @@ def _git() -> str:
             )
         except (OSError, subprocess.SubprocessError):
             return "not a git checkout\n"
-        parts.append(done.stdout)
+        parts.append(process.stdout)
     return "\n".join(parts)

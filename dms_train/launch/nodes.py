@@ -46,31 +46,31 @@ def look(run: Path, needs: Needs, visible: str | None = None) -> str:
     Raises:
         NodeError: It has less.
     """
-    found = []
+    resources = []
     if needs.gpus:
         gpus = _visible_gpus(visible)
         if gpus < needs.gpus:
             raise NodeError(f"{gpus} visible GPU(s), {needs.gpus} are needed; {_LEAVE_OUT}")
-        found.append(f"{gpus} visible GPU(s)")
+        resources.append(f"{gpus} visible GPU(s)")
     free = shutil.disk_usage(run).free
     if free < needs.free_bytes:
         raise NodeError(
             f"{_size(free)} free in {run}, {_size(needs.free_bytes)} are needed for a checkpoint; "
             "make room"
         )
-    found.append(f"{_size(free)} free in {run}")
-    return f"has {', '.join(found)}; needs {needs}"
+    resources.append(f"{_size(free)} free in {run}")
+    return f"has {', '.join(resources)}; needs {needs}"
 
 
 def _visible_gpus(visible: str | None) -> int:
     """Return the GPUs that nvidia-smi lists, or those of them that the job may use."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=120, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise NodeError(f"nvidia-smi does not answer ({_reason(error)}); {_LEAVE_OUT}") from error
-    listed = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    listed = sum(line.startswith("GPU ") for line in process.stdout.splitlines())
     return listed if visible is None else min(listed, len([v for v in visible.split(",") if v]))
 
 

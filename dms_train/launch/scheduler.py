@@ -42,13 +42,13 @@ def submit(script: str, after: str | None) -> str:
 def test(script: str) -> str:
     """Return SLURM's answer to a script that it does not run: its start, or why not."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False
         )
     except OSError as error:
         return f"sbatch: {error.strerror}"
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1] if lines else f"sbatch --test-only: exit code {done.returncode}"
+    lines = (process.stderr or process.stdout).strip().splitlines()
+    return lines[-1] if lines else f"sbatch --test-only: exit code {process.returncode}"
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
@@ -81,10 +81,10 @@ def cancel(jobs: Iterable[str]) -> None:
 
 def _run(words: Sequence[str], text: str) -> str:
     try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
+        process = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
     except FileNotFoundError as error:
         raise SchedulerError(f"{words[0]}: not found; submit where SLURM is installed") from error
     except subprocess.CalledProcessError as error:
         text = " ".join(error.stderr.split()).removeprefix(f"{words[0]}: ")
         raise SchedulerError(f"{words[0]}: {text or error.returncode}") from error
-    return done.stdout
+    return process.stdout

@@ -154,17 +154,17 @@ class Heartbeats:
     def silent(self) -> list[Silent]:
         """Return the ranks without a heartbeat for longer than the patience."""
         now = self._beat()
-        found = (self._age(rank, now) for rank in range(self.ranks))
-        return [silent for silent in found if silent is not None]
+        silences = (self._age(rank, now) for rank in range(self.ranks))
+        return [silent for silent in silences if silent is not None]
 
     def ended(self) -> str | None:
         """Return the ranks of this machine whose processes were gone at the last two checks.
 
         A rank that leaves in order removes its file before its process ends.
         """
-        found = {r: a for r, a in self._neighbours() if processes.has_ended(a.process)}
-        before, self._gone = self._gone, frozenset(found)
-        return ", ".join(f"rank {r} ({found[r]})" for r in sorted(before & self._gone)) or None
+        gone = {r: a for r, a in self._neighbours() if processes.has_ended(a.process)}
+        before, self._gone = self._gone, frozenset(gone)
+        return ", ".join(f"rank {r} ({gone[r]})" for r in sorted(before & self._gone)) or None
 
     def _neighbours(self) -> Iterator[tuple[int, Report]]:
         """Return other ranks of this machine, which are consecutive."""
@@ -200,21 +200,21 @@ class Heartbeats:
 
     def _stalled(self) -> str | None:
         known = {rank: self._current(rank) for rank in range(self.ranks)}
-        found = {r: a for r, a in known.items() if a is not None and self._overdue(a, "data")}
+        stalled = {r: a for r, a in known.items() if a is not None and self._overdue(a, "data")}
         texts = (
             f"rank {rank} ({a}) has stalled for {a.seconds:.0f} s reading data, at {a.place}"
-            for rank, a in found.items()
+            for rank, a in stalled.items()
         )
-        return self._with_stacks("; ".join(texts)) if found else None
+        return self._with_stacks("; ".join(texts)) if stalled else None
 
     def _all_waiting(self) -> str | None:
-        places: dict[str, list[int]] = {}
+        ranks_by_place: dict[str, list[int]] = {}
         for rank in range(self.ranks):
             report = self._current(rank)
             if report is None or not self._overdue(report, "step"):
                 return None
-            places.setdefault(report.place, []).append(rank)
-        where = "; ".join(f"{_spans(ranks)} at {place}" for place, ranks in places.items())
+            ranks_by_place.setdefault(report.place, []).append(rank)
+        where = "; ".join(f"{_spans(ranks)} at {place}" for place, ranks in ranks_by_place.items())
         return self._with_stacks(
             f"after step {self._step} all ranks wait for each other, or for their GPUs, for more "
             f"than {self.patience:.0f} s: {where}"
@@ -240,11 +240,11 @@ class Heartbeats:
         self._late_checks = self._late_checks + 1 if late else 0
         silent = self.silent() if self._late_checks >= _CHECKS else []
         who = ", ".join(map(str, silent))
-        found = f"{who} did not answer" if silent else self.stuck()
+        reason = f"{who} did not answer" if silent else self.stuck()
         if (gone := self.ended()) is not None:
-            found = f"{gone} has ended"
-        if self._has_report() or found is not None:
-            self._end(found)
+            reason = f"{gone} has ended"
+        if self._has_report() or reason is not None:
+            self._end(reason)
             return True
         self._mention(following)
         return False
@@ -256,12 +256,12 @@ class Heartbeats:
         except FileNotFoundError:
             return False
 
-    def _end(self, found: str | None) -> None:
+    def _end(self, reason: str | None) -> None:
         reported = self._has_report()
         with contextlib.suppress(OSError):
             (self.folder / _REPORTED).touch()
         self._remove()  # else the next rank to notice would name this one
-        self.hang(None if reported else found)
+        self.hang(None if reported else reason)
 
     def _interval(self) -> float:
         return min(_EVERY_SECONDS, self.patience / 6)

@@ -83,8 +83,8 @@ def calibration() -> Calibration:
 def read_calibration() -> dict[str, Any]:
     """Return the data file: constants, and the device and command they come from."""
     text = files("dms_train").joinpath(_CALIBRATION).read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    constants: dict[str, Any] = json.loads(text)
+    return constants
 
 
 def gpu(name: str) -> Gpu:
@@ -104,5 +104,5 @@ def like(name: str, memory: int) -> Gpu:
     Speeds are those of the known GPU whose model the name contains, else of an H100.
     """
     models = {key.partition("_")[0]: known for key, known in GPUS.items()}
-    found = next((known for model, known in models.items() if model in name.lower()), GPUS["h100"])
-    return found._replace(label=name, memory_gib=memory / _GIB)
+    gpu = next((known for model, known in models.items() if model in name.lower()), GPUS["h100"])
+    return gpu._replace(label=name, memory_gib=memory / _GIB)

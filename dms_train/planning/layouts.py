@@ -53,15 +53,15 @@ class Layout(NamedTuple):
 
     def words(self, other: RunConfig) -> list[str]:
         """Return the overrides that turn `other` into this layout."""
-        found = []
+        words = []
         for group in ("parallel", "data"):
             mine, theirs = getattr(self.config, group), getattr(other, group)
             for name in mine.__dataclass_fields__:
                 value = getattr(mine, name)
                 if value != getattr(theirs, name):
                     word = "null" if value is None else str(value).lower()
-                    found.append(f"{group}.{name}={word}")
-        return found
+                    words.append(f"{group}.{name}={word}")
+        return words
 
 
 def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> Layout:
@@ -132,17 +132,17 @@ def memory_problems(
 
 def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> str:
     """Return overrides of the fastest layout that fits; else the number of processes it takes."""
-    found = search(config, architecture, world_size, gpu)
-    if found:
-        words = " ".join(found[0].words(config))
+    fitting = search(config, architecture, world_size, gpu)
+    if fitting:
+        words = " ".join(fitting[0].words(config))
         return (
             f"the fastest layout that divides and fits {gpu.label}: {words} "
-            f"({found[0].time.total:.3g} s a step)"
+            f"({fitting[0].time.total:.3g} s a step)"
         )
     for more in (2**n for n in range(world_size.bit_length(), _MOST_PROCESSES.bit_length())):
-        found = search(config, architecture, more, gpu)
-        if found:
-            words = " ".join(found[0].words(config))
+        fitting = search(config, architecture, more, gpu)
+        if fitting:
+            words = " ".join(fitting[0].words(config))
             return (
                 f"no layout of {world_size} {gpu.label} divides and fits; {more} are enough"
                 f"{f' with {words}' if words else ''}"

@@ -211,14 +211,14 @@ def _moments(stage: PipelineStage) -> list[_Moment]:
     ]
     rounds = min(stage.microbatches, _ROUNDS * stage.pp)
     live: Counter[int] = Counter()
-    found = []
+    moments = []
     for forward, chunk in passes(stage.rank, stage.pp, stage.vp, rounds):
         has_head = stage.is_last and chunk == last_chunk
         live[chunk] += forward
         held = sum(kept[index] * count for index, count in live.items())
-        found += _forward(stage, held, has_head) if forward else _backward(stage, held, has_head)
+        moments += _forward(stage, held, has_head) if forward else _backward(stage, held, has_head)
         live[chunk] -= not forward
-    return found
+    return moments
 
 
 def _in_transit(stage: PipelineStage) -> int:

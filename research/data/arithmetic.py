@@ -79,11 +79,15 @@ class System(NamedTuple):
     @property
     def coefficients(self) -> list[int]:
         """Coefficients of the powers 2, 1 and 0 of x in each equation."""
-        found = []
+        coefficients = []
         for b, c in self.others:
             a = self.root
-            found += [-(a + b + c) % PRIME, (a * b + a * c + b * c) % PRIME, -a * b * c % PRIME]
-        return found
+            coefficients += [
+                -(a + b + c) % PRIME,
+                (a * b + a * c + b * c) % PRIME,
+                -a * b * c % PRIME,
+            ]
+        return coefficients
 
 
 class Problem(NamedTuple):
@@ -117,9 +121,9 @@ def problem(rng: random.Random, system: System) -> Problem:
     """
     values = system.coefficients
     prompt, work = [ID["M"]], list[int]()
-    for place, value in enumerate(values):
-        if place:
-            source = rng.randrange(place)
+    for index, value in enumerate(values):
+        if index:
+            source = rng.randrange(index)
             left, word = values[source], LETTER + source
         else:
             left = rng.randrange(PRIME)
@@ -128,7 +132,7 @@ def problem(rng: random.Random, system: System) -> Problem:
             sign, right = _TIMES, value * _INVERSE[left] % PRIME
         else:
             sign, right = _PLUS, (value - left) % PRIME
-        name, operand = LETTER + place, NUMBER + right
+        name, operand = LETTER + index, NUMBER + right
         prompt += (name, _EQUALS, word, sign, operand, _COMMA)
         work += (name, _EQUALS, NUMBER + left, sign, operand, _EQUALS, NUMBER + value, _COMMA)
     prompt[-1] = work[-1] = _COLON
@@ -181,8 +185,8 @@ def _trials(
     }
     words = _LINE.split()
     lines = np.empty((len(x), len(words)), dtype=np.uint16)
-    for place, word in enumerate(words):
-        lines[:, place] = ids[word] if word in ids else ID[word]
+    for column, word in enumerate(words):
+        lines[:, column] = ids[word] if word in ids else ID[word]
     return lines
 
 
@@ -211,10 +215,10 @@ def held_out_problems(count: int, seed: int) -> list[dict[str, Any]]:
         count: Number of systems.
         seed: The same seed gives the same problems.
     """
-    rng, found = random.Random(seed), dict[System, dict[str, Any]]()
-    while len(found) < count:
+    rng, problems = random.Random(seed), dict[System, dict[str, Any]]()
+    while len(problems) < count:
         drawn = problem(rng, system(rng, held_out=True))
         words = decoded(np.array(drawn.prompt, dtype=np.uint16))
         row = {"prompt": " ".join(words), "answers": [str(drawn.system.root)]}
-        found.setdefault(drawn.system, row)
-    return list(found.values())
+        problems.setdefault(drawn.system, row)
+    return list(problems.values())

@@ -154,13 +154,13 @@ class Block:
 
 def results(left: int, right: int) -> list[int | None]:
     """Return sum, difference, product and quotient of `left >= right`; None where undefined."""
-    found = (
+    values = (
         left + right,
         left - right,
         left * right if right > 1 else 0,
         left // right if right > 1 and left % right == 0 else 0,
     )
-    return [value if 1 <= value <= LARGEST else None for value in found]
+    return [value if 1 <= value <= LARGEST else None for value in values]
 
 
 def moves(state: State) -> Iterator[tuple[Move, State]]:
@@ -182,8 +182,8 @@ def moves(state: State) -> Iterator[tuple[Move, State]]:
 def reachable(state: State) -> int:
     """Return a bit mask whose bit n is set if all numbers of the state can give n."""
     if len(state) == 2:
-        found = (value for value in results(state[1], state[0]) if value is not None)
-        return sum(1 << value for value in set(found))
+        values = (value for value in results(state[1], state[0]) if value is not None)
+        return sum(1 << value for value in set(values))
     bits = 0
     for _, rest in moves(state):
         bits |= reachable(rest)
@@ -256,8 +256,8 @@ def _first_moves(state: State) -> tuple[tuple[Move, State, int], ...]:
 
 def solving_moves(instance: Instance) -> int:
     """Count the first moves from which the target can be reached."""
-    found = _first_moves(tuple(sorted(instance.numbers)))
-    return sum(bits >> instance.target & 1 for _, _, bits in found)
+    first_moves = _first_moves(tuple(sorted(instance.numbers)))
+    return sum(bits >> instance.target & 1 for _, _, bits in first_moves)
 
 
 def instance(rng: random.Random, rule: CountdownRule, split: Split) -> Instance:

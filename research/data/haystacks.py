@@ -118,21 +118,21 @@ def lines_that_fit(context: int, taken: int, line: int) -> int:
     return (context - taken) // line
 
 
-def scattered(filler: Tokens, hidden: Sequence[Sequence[int]], places: Sequence[int]) -> Tokens:
+def scattered(filler: Tokens, hidden: Sequence[Sequence[int]], positions: Sequence[int]) -> Tokens:
     """Return filler with lines in between.
 
     Args:
         filler: uint16 [lines, tokens].
         hidden: Token ids of each line to hide.
-        places: Lines of filler in front of each, ascending.
+        positions: Lines of filler in front of each, ascending.
 
     Returns:
         uint16 [tokens].
     """
     parts, start = [], 0
-    for line, place in zip(hidden, places, strict=True):
-        parts += [filler[start:place].reshape(-1), np.array(line, dtype=np.uint16)]
-        start = place
+    for line, position in zip(hidden, positions, strict=True):
+        parts += [filler[start:position].reshape(-1), np.array(line, dtype=np.uint16)]
+        start = position
     return np.concatenate([*parts, filler[start:].reshape(-1)])
 
 

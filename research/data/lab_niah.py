@@ -66,11 +66,11 @@ def _needles(rng: random.Random, keys: list[Name]) -> list[Needle]:
     return [Needle(key, tuple(rng.choices(_VALUES, k=3))) for key in keys]
 
 
-def _text(rng: random.Random, needles: list[Needle], places: list[int], lines: int) -> Tokens:
+def _text(rng: random.Random, needles: list[Needle], positions: list[int], lines: int) -> Tokens:
     """Return filler sentences with needles after the given numbers of them; uint16 [tokens]."""
     filler = SENTENCES[rng.choices(range(len(SENTENCES)), k=lines)]
-    order = sorted(zip(places, [needle.line for needle in needles], strict=True))
-    return scattered(filler, [line for _, line in order], [place for place, _ in order])
+    order = sorted(zip(positions, [needle.line for needle in needles], strict=True))
+    return scattered(filler, [line for _, line in order], [position for position, _ in order])
 
 
 def _tokens(needles: int, questions: int) -> int:
@@ -132,8 +132,8 @@ def held_out_problems(
 def _problem(rng: random.Random, lines: int, count: int) -> dict[str, Any]:
     needles = _needles(rng, problem_names(rng, 1, count - 1))
     depth = rng.choice(DEPTHS)
-    places = [lines * depth // 100, *(rng.randint(0, lines) for _ in needles[1:])]
-    prompt = asked("N", _text(rng, needles, places, lines), [needles[0].key])
+    positions = [lines * depth // 100, *(rng.randint(0, lines) for _ in needles[1:])]
+    prompt = asked("N", _text(rng, needles, positions, lines), [needles[0].key])
     return {
         "prompt": " ".join(decoded(prompt)),
         "answers": [" ".join(decoded(np.array(needles[0].answer)))],

@@ -91,9 +91,9 @@ def _text(rng: random.Random, chains: list[Chain], noise: int) -> Tokens:
     turns = [number for number in range(len(chains)) for _ in range(length)]
     rng.shuffle(turns)
     left = [iter(chain.lines) for chain in chains]
-    places = sorted(rng.randint(0, noise) for _ in turns)
+    positions = sorted(rng.randint(0, noise) for _ in turns)
     hidden = [next(left[number]) for number in turns]
-    return scattered(np.repeat(NOISE, noise, axis=0), hidden, places)
+    return scattered(np.repeat(NOISE, noise, axis=0), hidden, positions)
 
 
 def _tokens(chains: int, length: int, questions: int) -> int:
@@ -156,8 +156,8 @@ def held_out_problems(
     made = []
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
-        found = _chains(rng, problem_names(rng, length, (chains - 1) * length), length)
-        prompt = asked("V", _text(rng, found, noise), [found[0].value])
-        names = decoded(np.array(found[0].answer))
+        drawn_chains = _chains(rng, problem_names(rng, length, (chains - 1) * length), length)
+        prompt = asked("V", _text(rng, drawn_chains, noise), [drawn_chains[0].value])
+        names = decoded(np.array(drawn_chains[0].answer))
         made.append({"prompt": " ".join(decoded(prompt)), "answers": [" ".join(names)]})
     return made

@@ -109,8 +109,8 @@ class Tally(NamedTuple):
 
     def add(self, drawn: Drawn) -> None:
         """Count a document."""
-        place = bisect_left(_LENGTHS, len(drawn.tokens) - drawn.prompt)
-        self.lengths[_LENGTHS[place] if place < len(_LENGTHS) else 0] += 1
+        index = bisect_left(_LENGTHS, len(drawn.tokens) - drawn.prompt)
+        self.lengths[_LENGTHS[index] if index < len(_LENGTHS) else 0] += 1
         self.traits.update(drawn.traits)
 
     def merge(self, other: Tally) -> None:

@@ -45,13 +45,13 @@ def evaluations(root: Path, base: str) -> Iterator[RunResult]:
 
 def accuracy(run: RunResult) -> dict[tuple[str, int], str]:
     """Return the accuracy of one chain, by the title of the task and the tokens of the chain."""
-    found = {}
+    accuracies = {}
     for index, length in enumerate(run.header["config"]["sweep"]["lengths"]):
         mean, _ = over_seeds([chain_scores(run, index)])
-        found[run.title, length_in_tokens(length)] = (
+        accuracies[run.title, length_in_tokens(length)] = (
             f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]"
         )
-    return found
+    return accuracies
 
 
 def _accuracies(root: Path) -> list[str]:

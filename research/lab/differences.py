@@ -27,11 +27,11 @@ Scores = dict[str, float]  # of one chain, by the document
 
 def retrofits(folder: Path) -> dict[int, list[RunResult]]:
     """Load the runs on Countdown by compression ratio, one run for each seed."""
-    found: dict[int, list[RunResult]] = {}
+    runs: dict[int, list[RunResult]] = {}
     for path in sorted((folder / "eval").glob("seed*_cr*")):
         if name := _RETROFIT.fullmatch(path.name):
-            found.setdefault(int(name[2]), []).append(load([path]))
-    return dict(sorted(found.items()))
+            runs.setdefault(int(name[2]), []).append(load([path]))
+    return dict(sorted(runs.items()))
 
 
 def chain_scores(run: RunResult, index: int) -> Scores:

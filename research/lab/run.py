@@ -79,7 +79,7 @@ class Lab:
             EvaluationError: A command failed, or was finished with other settings.
             SystemExit: `leave` was called.
         """
-        waiting, done = list(steps), set[str]()
+        waiting, finished = list(steps), set[str]()
         running: dict[str, _Running] = {}
         try:
             while waiting or running:
@@ -87,11 +87,11 @@ class Lab:
                     raise SystemExit(128 + self._told)
                 if self._is_over():
                     return False
-                self._start(waiting, done, running)
+                self._start(waiting, finished, running)
                 time.sleep(_POLL)
                 for name in [name for name, each in running.items() if each.ended()]:
                     self._finish(name, running.pop(name))
-                    done.add(name)
+                    finished.add(name)
         finally:
             _stop(running.values())
         return True
@@ -103,15 +103,15 @@ class Lab:
         """
         self._told = number
 
-    def _start(self, waiting: list[Step], done: set[str], running: dict[str, _Running]) -> None:
+    def _start(self, waiting: list[Step], finished: set[str], running: dict[str, _Running]) -> None:
         """Start the first steps that have what they need, as many as run at the same time."""
-        for step in [step for step in waiting if done.issuperset(step.needs)]:
+        for step in [step for step in waiting if finished.issuperset(step.needs)]:
             if not self._free:
                 return
             waiting.remove(step)
             words = self._missing(step)
             if words is None:
-                done.add(step.name)
+                finished.add(step.name)
                 continue
             gpu = max(self._free, key=self._free.count)  # the GPU with the fewest commands
             self._free.remove(gpu)

@@ -174,11 +174,11 @@ def _problems(settings: Settings, task: str, base: str = "problems") -> Path:
 def _blend(settings: Settings, base: str) -> list[str]:
     """Return the overrides that blend the data of all tasks."""
     paths = ",".join(f"{settings.root}/{named(base, task)}/train" for task in settings.tasks)
-    found = [f"data.paths=[{paths}]"]
+    overrides = [f"data.paths=[{paths}]"]
     if len(settings.tasks) > 1:
         weights = ",".join(str(TASKS[task].weight) for task in settings.tasks)
-        found.append(f"data.weights=[{weights}]")
-    return [*found, "data.packing=true"] if settings.scale.packing else found
+        overrides.append(f"data.weights=[{weights}]")
+    return [*overrides, "data.packing=true"] if settings.scale.packing else overrides
 
 
 def _needed(settings: Settings, base: str) -> tuple[str, ...]:
@@ -283,15 +283,15 @@ def _with_longer_samples(settings: Settings, teacher: Path) -> tuple[int, list[s
 
 def _at_each_context(settings: Settings, task: str, trained: list[Step]) -> list[Step]:
     """Return the steps that make problems of each context and evaluate all models."""
-    found: list[Step] = []
+    steps: list[Step] = []
     for context in (times * settings.scale.context for times in _CONTEXTS):
         problems = f"problems_{context}"
         sized = replace(settings, scale=replace(settings.scale, context=context))
-        found.append(_made_problems(sized, task, problems))
+        steps.append(_made_problems(sized, task, problems))
         for step in trained:
             name, model = f"{step.name}_{context}", _exported(settings, step.name)
-            found.append(_evaluate(settings, task, name, model, needs=step.name, problems=problems))
-    return found
+            steps.append(_evaluate(settings, task, name, model, needs=step.name, problems=problems))
+    return steps
 
 
 def _seed(settings: Settings, seed: int) -> list[Step]:
@@ -304,7 +304,7 @@ def _retrofits(settings: Settings, seed: int, method: str = DMS) -> list[Step]:
     variant, prefix = Variant(title="DMS"), ""
     if method != DMS:
         variant, prefix = VARIANTS[method], f"{method}_"
-    found: list[Step] = []
+    steps: list[Step] = []
     before = None
     for retrofit in settings.scale.retrofits:
         folder = settings.run(f"{prefix}cr{retrofit.cr}", seed)
@@ -312,15 +312,15 @@ def _retrofits(settings: Settings, seed: int, method: str = DMS) -> list[Step]:
         if before is not None:
             words = (f"run.load={before}", "stage.run=[retrofit,hold,export]")
             words += ("stage.export.every_integer_cr=false",)
-        needs = (found[-1].name,) if found else ("teacher", *_needed(settings, "data_long"))
-        found.append(_retrofit(settings, variant, retrofit, folder, needs, *words))
+        needs = (steps[-1].name,) if steps else ("teacher", *_needed(settings, "data_long"))
+        steps.append(_retrofit(settings, variant, retrofit, folder, needs, *words))
         before = folder
-    return found
+    return steps
 
 
 def _variants(settings: Settings) -> list[Step]:
     """Return the retrofits of `--also`, with the first seed."""
-    found, first = [], settings.scale.retrofits[0]
+    steps, first = [], settings.scale.retrofits[0]
     for name in settings.also:
         variant = VARIANTS[name]
         retrofit = Retrofit(
@@ -333,10 +333,10 @@ def _variants(settings: Settings) -> list[Step]:
         if variant.shorter > 1:
             base, own = f"data_{name}", _with_shorter_samples(settings, variant)
         needs = (variant.model, *_needed(settings, base))
-        found.append(
+        steps.append(
             _retrofit(own, variant, retrofit, folder, needs, *variant.overrides, data=base)
         )
-    return found
+    return steps
 
 
 def _shorter_data(settings: Settings) -> list[Step]:
@@ -401,12 +401,12 @@ def _evaluation(settings: Settings, task: str, trained: Step, *more: str) -> Ste
 
 def _of_the_teacher(settings: Settings, task: str, teacher: Step) -> list[Step]:
     """Evaluate all budgets; for searches, which are sampled, also one greedy chain."""
-    found = [_evaluation(settings, task, teacher)]
+    steps = [_evaluation(settings, task, teacher)]
     if TASKS[task].searches:
         more = ("sampling.temperature=0", "sweep.widths=[1]")
         model = _exported(settings, teacher.name)
-        found.append(_evaluate(settings, task, GREEDY, model, *more, needs=teacher.name))
-    return found
+        steps.append(_evaluate(settings, task, GREEDY, model, *more, needs=teacher.name))
+    return steps
 
 
 def _exported(settings: Settings, step: str) -> Path:
@@ -459,7 +459,7 @@ def _results(settings: Settings, task: str, name: str) -> Path:
 
 def _policies(settings: Settings, task: str) -> list[Step]:
     """Evaluate the teacher with policies that have the token budget of the retrofitted model."""
-    scale, found = settings.scale, []
+    scale, steps = settings.scale, []
     for cr in scale.budget_ratios:
         needs = named(f"evaluate_seed{settings.seeds[0]}_cr{cr}", task)
         for policy in scale.policies:
@@ -473,8 +473,8 @@ def _policies(settings: Settings, task: str) -> list[Step]:
                 return _evaluate(settings, task, name, teacher, *more, needs="teacher").words()
 
             step = named(f"evaluate_{name}", task)
-            found.append(Step(name=step, words=words, needs=(needs,)))
-    return found
+            steps.append(Step(name=step, words=words, needs=(needs,)))
+    return steps
 
 
 def _options(scale: Scale, task: str, policy: str, budget: int) -> list[str]:
@@ -506,10 +506,10 @@ def _report(settings: Settings) -> list[str]:
     """Return the report of the teacher, policies, DMS and DMC with the first seed."""
     root, first = settings.root, f"seed{settings.seeds[0]}_"
     others = ["gqa", GREEDY, *(f"{first}{name}_cr" for name in VARIANTS if name != "dmc")]
-    found = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
+    evaluated = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     runs = [
         path
-        for path in found
+        for path in evaluated
         if path.name.startswith(first) or not path.name.startswith("seed")
         if not path.name.startswith(tuple(others))
     ]

@@ -44,7 +44,7 @@ class ExamTask:
 
     def measure(self, case: Case) -> Mapping[str, Any]:
         """Measure accuracy with its interval, and means over the sheets."""
-        found = held_out_problems(self.sheets, self.problems, self.seed)
+        problems = held_out_problems(self.sheets, self.problems, self.seed)
         sheets = [
             Document(
                 id=str(number),
@@ -52,7 +52,7 @@ class ExamTask:
                 gold=tuple(map(str, sheet.answers)),
                 details={"stop": _END},
             )
-            for number, sheet in enumerate(found)
+            for number, sheet in enumerate(problems)
         ]
         total = max(len(s.question) for s in sheets) + self.max_tokens  # a character is a token
         llm = LLM(

@@ -112,7 +112,7 @@ def _by_type(args: argparse.Namespace, llm: LLM, ended: list[EndedSequence]) -> 
     grammar = GRAMMARS[args.task]
     sequences = [typed(llm, each, grammar) for each in ended]
     everywhere, left = (count(sequences, grammar.types, left=each) for each in (False, True))
-    if not any(found.tokens for found in left.values()):
+    if not any(type_count.tokens for type_count in left.values()):
         raise EvaluationError(
             f"--max-tokens {args.max_tokens}: no token has left the window; generate more"
         )
@@ -128,7 +128,7 @@ def _spread(ended: list[EndedSequence]) -> list[Head]:
     """Return the heads that hold the most tokens, a median number and the fewest."""
     held = torch.stack([each.held.sum(-1) for each in ended]).sum(0)
     order = held.flatten().argsort(descending=True).tolist()
-    chosen = dict.fromkeys(order[place] for place in (0, len(order) // 2, -1))
+    chosen = dict.fromkeys(order[index] for index in (0, len(order) // 2, -1))
     return [divmod(number, held.shape[1]) for number in chosen]
 
 

@@ -26,8 +26,8 @@ class CountdownScorer(Scorer):
 
 
 def _score(numbers: Sequence[int], target: int, text: str) -> Score:
-    _, found, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
-    if not found:
+    _, marker, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
+    if not marker:
         return Score(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
     right = solves(numbers, target, answer)
     verdict = Verdict.CORRECT if right else Verdict.WRONG

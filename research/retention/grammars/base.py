@@ -23,8 +23,8 @@ class Field(NamedTuple):
 
     def type_of(self, word: str) -> str | None:
         """Return the type of a word; None if the field does not take it."""
-        found = (name for pattern, name in self.types.items() if re.fullmatch(pattern, word))
-        return next(found, None)
+        names = (name for pattern, name in self.types.items() if re.fullmatch(pattern, word))
+        return next(names, None)
 
 
 class Line(NamedTuple):
@@ -77,7 +77,7 @@ class Grammar:
         A line may be cut off anywhere. A word that neither continues its line nor begins another
         one is `OTHER`, like all words after it up to the next line.
         """
-        found: list[TypedWord] = []
+        typed: list[TypedWord] = []
         rest: tuple[Field, ...] = ()
         for word in words:
             begins, read = False, _read(word, rest)
@@ -87,8 +87,8 @@ class Grammar:
                     begins, read = not line.continues, (read[0], line.fields[1:])
                     break
             name, rest = read or (OTHER, ())
-            found.append(TypedWord(word, name, begins))
-        return found
+            typed.append(TypedWord(word, name, begins))
+        return typed
 
 
 def _read(word: str, fields: tuple[Field, ...]) -> tuple[str, tuple[Field, ...]] | None:
