@@ -1,4 +1,4 @@
-"""The contents that a run is made from: a resumed run must find the same data and base model.
+"""Inputs of a run: a resumed run must find the same data and base model.
 
 Every checkpoint records them. Data is known by the hashes in its manifests, the base model by its
 architecture and the hashes of its weight files.
@@ -48,7 +48,7 @@ def record(prefixes: Sequence[str], model_dir: Path | None, view: ParallelView) 
 def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
     """Refuse to resume with data or an architecture other than those the run was started with.
 
-    Reads manifests only. `require_same_weights` compares what takes longer.
+    Only manifests are read. `require_same_weights` compares weight files, which takes longer.
 
     Args:
         prefixes: Prefixes of the token files, in order.
@@ -121,7 +121,7 @@ def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
 
 
 def _damage(file: Path, sha256: str) -> str | None:
-    """Return the problem of a file, or None; raising would leave other ranks waiting."""
+    """Return the problem of a file, or None; an exception would leave other ranks waiting."""
     try:
         check_hash(file, sha256)
     except DataError as error:

@@ -40,7 +40,7 @@ def describe(
 
 
 def advise(config: RunConfig, architecture: Architecture, world_size: int) -> None:
-    """Refuse what does not divide with a layout that does, also where no GPU is named."""
+    """Refuse a layout that does not divide, and suggest one that does; needs no GPU name."""
     if config.cluster.gpu is not None or any(check_ranges(config, architecture)):
         return  # `check` reports what to change
     problems = list(divide.problems(config, world_size, architecture))
@@ -52,7 +52,7 @@ def advise(config: RunConfig, architecture: Architecture, world_size: int) -> No
 def ranked(
     config: RunConfig, architecture: Architecture, world_size: int, count: int
 ) -> Iterator[str]:
-    """Return the table of layouts, after everything except the layout was checked."""
+    """Check everything except the layout, then return the table of layouts."""
     whole = replace(
         config.parallel,
         tensor_model_parallel_size=1,

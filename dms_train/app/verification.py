@@ -97,7 +97,7 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
 
     Raises:
         FileNotFoundError: If the directory, its weights or its self-test are absent.
-        ValueError: If it is no retrofitted export or a file is damaged.
+        ValueError: If it is not a retrofitted export or a file is damaged.
     """
     from transformers import AutoModelForCausalLM
 
@@ -111,7 +111,7 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
             "dms-generate"
         )
     reference = SelfTest.load(directory)
-    WeightReader(directory)  # refuses damaged shards in one line
+    WeightReader(directory)  # refuses damaged shards with a one-line error
     model = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=True, local_files_only=True, dtype=dtype or reference.dtype
     )
