@@ -1,4 +1,4 @@
-"""Arguments of the engine, the same for every command that runs it."""
+"""Command-line arguments of the engine, shared by every command that runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dms_train.inference.options import CACHES, DTYPES, EngineOptions
 from dms_train.inference.policies.registry import parse_options, policy_names
 
-_SHORT = ("window", "budget", "cr")  # options of policies with an argument of their own
+_SHORT = ("window", "budget", "cr")  # policy options that have their own argument
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def evaluate_tasks(words: list[str]) -> None:
         download=args.download,
     )
     engine = engine_options(args)
-    resolve(args.model)  # what is refused without reading tasks is refused first
+    resolve(args.model)  # the quick checks come before the tasks are read
     run.require_unused(args.output)
     tasks = run.load_tasks(options)
     results = run.evaluate(args.model, engine, tasks, options)

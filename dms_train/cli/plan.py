@@ -1,11 +1,11 @@
 """Show what a run would do, without starting it; needs no GPU.
 
-Prints the layout, the memory of every pipeline stage by kind, floating-point operations and
-expected time of a step, and the schedule at five steps of every training stage. A layout that does
-not divide the model, or does not fit --gpu, is refused with one that does.
+Prints the layout, the memory of every pipeline stage by kind, the floating-point operations and
+expected time of a step, and the schedule at five steps of every training stage. If a layout does
+not divide the model or does not fit --gpu, the command suggests one that does and returns 2.
 
-With --inference: operations, memory traffic and latency of a decoding step instead, and the share
-of the KV cache in it, by the model of the DMS paper (appendix G).
+With --inference it prints the operations, memory traffic and latency of a decoding step instead,
+and the share of the KV cache in it, by the model of the DMS paper (appendix G).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Serve a model, dense or retrofitted, over HTTP in the shapes of OpenAI's API.
+"""Serve a model, dense or retrofitted, over HTTP with OpenAI's request and response formats.
 
 An export runs on the compact cache, which frees what the model evicts or merges. Every
-answer reports what the cache of its request cost.
+answer reports the size and the reads of the KV cache of its request.
 """
 
 from __future__ import annotations

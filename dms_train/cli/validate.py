@@ -2,9 +2,9 @@
 
 Measures on held-out text (--data): KL divergence and top-1 agreement with the original, next-token
 losses, evicted share, KV reads and size of both caches. With --problems, both models also solve
-problems, and the share of right answers is compared. With --window-only a control is measured too:
-the original with only its sliding window. The self-test of the export is always replayed. One model
-is loaded at a time.
+problems, and their shares of right answers are compared. --window-only also measures a control:
+the original restricted to a sliding window. The self-test of the export is always replayed. Only
+one model is loaded at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPUs by name, and what was measured on one of them: the constants of the plan."""
+"""GPUs by name, and the constants of the plan, which were measured on one of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Gpu(NamedTuple):
         memory_gib: Usable memory.
         tflops: Dense bf16 products, 10^12 operations a second.
         memory_tbs: Memory bandwidth, 10^12 bytes a second.
-        link_gbs: To the GPUs of its node, 10^9 bytes a second in each direction.
-        network_gbs: To other nodes: one adapter of 400 (A100: 200) Gbit/s for each GPU.
+        link_gbs: Bandwidth to the GPUs of its node, 10^9 bytes a second in each direction.
+        network_gbs: Bandwidth to other nodes, one adapter of 400 (A100: 200) Gbit/s for each GPU.
     """
 
     label: str
@@ -81,7 +81,7 @@ def calibration() -> Calibration:
 
 @cache
 def read_calibration() -> dict[str, Any]:
-    """Return the data file: constants, and the device and command they come from."""
+    """Return the data file: the constants, and the device and command that measured them."""
     text = files("dms_train").joinpath(_CALIBRATION).read_text(encoding="utf-8")
     constants: dict[str, Any] = json.loads(text)
     return constants

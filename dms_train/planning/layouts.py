@@ -1,7 +1,7 @@
 """Parallel layouts that divide the model and the batch and fit a GPU, the fastest first.
 
-Searched are tensor, pipeline and virtual pipeline size, recomputation and the size of a microbatch,
-for the same processes, global batch and model.
+The search varies tensor, pipeline and virtual pipeline size, recomputation and the size of a
+microbatch. The number of processes, the global batch and the model stay the same.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _VIRTUAL_SIZES = (None, 2, 4)
 _RECOMPUTE = (None, "selective", "full")
 _SAMPLES = (1, 2, 4, 8)
 _MOST_PROCESSES = 4096
-ASSUMED_GPU = "h100"  # whose speed and memory count while none is named
+ASSUMED_GPU = "h100"  # used while the configuration names no GPU
 _GIB = 2**30
 
 
 class Layout(NamedTuple):
-    """A configuration that divides, and what it would cost.
+    """A configuration that divides, with its memory and time.
 
     Attributes:
         config: The configuration with the layout in it.
@@ -131,7 +131,7 @@ def memory_problems(
 
 
 def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> str:
-    """Return overrides of the fastest layout that fits; else the number of processes it takes."""
+    """Return overrides of the fastest layout that fits, else the number of processes needed."""
     fitting = search(config, architecture, world_size, gpu)
     if fitting:
         words = " ".join(fitting[0].words(config))
