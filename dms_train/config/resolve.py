@@ -1,7 +1,7 @@
 """Values that default to another key; they are filled in once, when a configuration is composed.
 
-The run folder, Weights & Biases and `dms-plan` then show the values in use. Those that depend on the
-machine (`kernels=auto`) or on other files (`stage.retrofit.start_cr`) stay as they are.
+The run folder, Weights & Biases and `dms-plan` then show the values in use. Those that depend on
+the machine (`kernels=auto`) or on other files (`stage.retrofit.start_cr`) stay as they are.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _positive(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    # not at the top of the file: `dms-data --help` does not need torch
+    # not at the top of the file, because `dms-data --help` must start without torch
     import torch
 
     from dms_train.evaluation.devices import resolve_device

@@ -13,10 +13,10 @@ def progress_bar(total: int | None) -> Iterator[Advance]:
     """Show a bar on stderr while the block runs.
 
     Args:
-        total: Amount of work that fills the bar; None where that is not known.
+        total: Amount of work that fills the bar; None if unknown.
 
     Yields:
-        A function that takes the amount of work just done and a text to show.
+        A function of the amount of work just finished and a text to show.
     """
     try:
         from rich.console import Console

@@ -14,7 +14,7 @@ from dms_train.data.reader import ShardReader
 from dms_train.data_prep.mix import Part, mix_shards
 from dms_train.data_prep.show import show_documents
 
-Commands = Any  # what add_subparsers returns; its class is private
+Commands = Any  # result of add_subparsers, whose class is private
 
 _MIX = """\
 Blend shards into one, shuffled, and without repeating a document. PREFIX=WEIGHT gives the share of
@@ -28,7 +28,7 @@ _PACKING = """\
 Show how the documents of shards fill sequences with data.packing=true, before a training: its
 padding, and documents that are cut because they are longer than a sequence.
 """
-_MEASURED = 100  # sequences at least, so that those that wait for the next epoch weigh little
+_MEASURED = 100  # fewest sequences, so that an unfinished one has little weight
 
 
 def add_commands(commands: Commands) -> None:

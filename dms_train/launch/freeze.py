@@ -19,9 +19,9 @@ _WORKDIR = Path("launch") / "workdir.txt"
 
 
 def freeze(config: RunConfig, command: str) -> None:
-    """Fill a run folder that holds no configuration yet; one that does stays as it is.
+    """Fill a run folder, unless it already holds a configuration.
 
-    A job that is requeued hours later runs the copied code, even if the original has changed.
+    A job that SLURM requeues hours later runs the copied code, even if the original has changed.
     """
     run = Path(config.run.dir)
     if (run / CONFIG_FILE).is_file():

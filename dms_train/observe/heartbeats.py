@@ -1,9 +1,9 @@
 """Heartbeats of every rank in the run folder, so that a stalled rank can be named.
 
-The main thread of a rank declares its phase: it reads `data`, or it computes a `step`, in which it
-also waits for other ranks. Both have a time limit; anything else (saving, exporting, validating)
-has none. A thread of each rank writes `state/ranks/N` every few seconds: phase, position in the
-code, and for how long there was no progress. It also checks the file of the next rank:
+The main thread of a rank declares its phase: it reads `data`, or it computes a `step`. A step
+includes waiting for other ranks. Both phases have a time limit; anything else (saving, exporting,
+validating) has none. Every few seconds a thread of each rank writes to `state/ranks/N` the phase,
+the position in the code, and the time without progress. It also checks the file of the next rank:
 
 - no heartbeat: the process is stopped or its machine is gone;
 - no progress while reading data: that rank is stalled;
@@ -49,12 +49,12 @@ class Report:
     """The heartbeat of a rank.
 
     Attributes:
-        host: Its machine.
-        step: The last step that it took.
-        phase: Phase of its main thread.
+        host: Machine of the rank.
+        step: Last step that the rank finished.
+        phase: Phase of the main thread.
         place: Function that the main thread was in at the time of writing.
         seconds: Time without progress in this phase.
-        process: Its process (`processes.mark`).
+        process: Identity of the process (`processes.mark`).
     """
 
     host: str
@@ -70,7 +70,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A rank without a heartbeat: for how many seconds, where, and after which step."""
+    """A rank without a heartbeat: duration of the silence, machine and last step."""
 
     rank: int
     seconds: float
@@ -82,17 +82,17 @@ class Silent:
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Writes this rank's heartbeat and watches the next rank's.
+    """Writer of this rank's heartbeat, and observer of the next rank's.
 
     Attributes:
         folder: Folder of one file for each rank, on a file system that all ranks share.
-        rank: This one.
+        rank: This rank.
         ranks: Number of ranks.
         patience: Seconds without a heartbeat, or without progress in a phase with a limit, after
             which a rank counts as stalled.
-        hang: Called once, in a thread of its own, with a description of the stalled ranks, or None
-            when another rank has reported them; a main thread that waits for its GPU receives no
-            signal.
+        hang: Called once, in a separate thread, because a main thread that waits for its GPU gets
+            no signal. The argument describes the stalled ranks, or is None if another rank has
+            reported them.
     """
 
     folder: Path
@@ -115,7 +115,7 @@ class Heartbeats:
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start to write and to watch."""
+        """Start the thread that writes and observes heartbeats."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._began = self._beat()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -141,12 +141,12 @@ class Heartbeats:
             self.progressed()
 
     def stop(self, *, in_order: bool = True) -> None:
-        """End. After a failure the file stays, so that other ranks see that this one is gone."""
+        """Stop. After a failure the file stays, so that other ranks notice the end of this one."""
         if self._ends.is_set():
             return
         self._ends.set()
         if self._thread is not None:
-            # before its file is removed; with a limit, as the file system may be what hangs
+            # join before removing the file; with a limit, because the file system may hang
             self._thread.join(self._interval())
         if in_order:
             self._remove()
@@ -179,7 +179,7 @@ class Heartbeats:
     def stuck(self) -> str | None:
         """Describe ranks that run but make no progress.
 
-        A rank checks all ranks when the next one is stalled; rank 0 detects that all wait.
+        A rank checks all ranks when its next one has stalled. Rank 0 detects that all ranks wait.
         """
         following = self._current((self.rank + 1) % self.ranks)
         if following is not None and self._overdue(following, "data"):
@@ -234,7 +234,7 @@ class Heartbeats:
                     return
 
     def check(self) -> bool:
-        """Write a heartbeat and check the others once; whether the run had to be ended."""
+        """Write a heartbeat and check the others once; return True if the run had to be ended."""
         following = (self.rank + 1) % self.ranks
         late = self._age(following, self._beat()) is not None
         self._late_checks = self._late_checks + 1 if late else 0
@@ -260,7 +260,7 @@ class Heartbeats:
         reported = self._has_report()
         with contextlib.suppress(OSError):
             (self.folder / _REPORTED).touch()
-        self._remove()  # else the next rank to notice would name this one
+        self._remove()  # otherwise the next rank to check would report this one
         self.hang(None if reported else reason)
 
     def _interval(self) -> float:
@@ -285,13 +285,13 @@ class Heartbeats:
         )
         if phase != "other" and seconds > self.patience:
             self._dump_stacks()
-        with contextlib.suppress(OSError):  # on a full disk the time alone changes
+        with contextlib.suppress(OSError):  # on a full disk only the time changes
             self._file(self.rank).write_text(json.dumps(asdict(self._own)))
         os.utime(self._file(self.rank))
         return self._file(self.rank).stat().st_mtime
 
     def _without_progress(self) -> float:
-        """Return seconds; a pause of the whole process counts for two intervals at most."""
+        """Return seconds without progress; a pause of the process counts two intervals at most."""
         looked, progress, seconds = self._last
         now = time.monotonic()
         passed = min(now - looked, 2 * self._interval())
@@ -304,14 +304,14 @@ class Heartbeats:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _report(self, rank: int) -> Report | None:
-        """Return the last heartbeat of a rank; None when it left, or is just writing."""
+        """Return the last heartbeat of a rank; None if it left, or is writing at this moment."""
         try:
             return Report(**json.loads(self._file(rank).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def _current(self, rank: int) -> Report | None:
-        """Return the last heartbeat since this rank watches; older files are ignored."""
+        """Return a heartbeat written since this rank began to observe; ignore older files."""
         try:
             if self._file(rank).stat().st_mtime < self._began:
                 return None
@@ -322,7 +322,7 @@ class Heartbeats:
     def _age(self, rank: int, now: float) -> Silent | None:
         try:
             seconds = now - max(self._file(rank).stat().st_mtime, self._began)
-        except FileNotFoundError:  # not there yet, or left in good order
+        except FileNotFoundError:  # the rank has not started yet, or has left in order
             return None
         if seconds <= self.patience:
             return None

@@ -1,4 +1,4 @@
-"""Small meters over plain floats: means between log rows, tokens per second, time left."""
+"""Meters of plain floats: means between log rows, tokens per second, remaining time."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Compute:
     Forward and backward of the student count as three forward passes, the teacher as one.
 
     Attributes:
-        forward_flops: Operations of one forward pass, a token.
-        devices: All processes of the run.
-        peak_tflops: Most TFLOP/s of one device; None reports no utilization.
+        forward_flops: Operations of one forward pass per token.
+        devices: Number of devices, one for each process of the run.
+        peak_tflops: Peak TFLOP/s of one device; None reports no utilization.
     """
 
     forward_flops: float
