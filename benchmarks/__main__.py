@@ -38,7 +38,7 @@ def _run(words: list[str]) -> int:
         sub = commands.add_parser(
             name, help=source.title, description=source.text, formatter_class=_FORMAT
         )
-        if words[:1] == [name]:  # the others need not be imported
+        if words[:1] == [name]:  # do not import the other benchmarks
             source.load().add_arguments(sub)
             sub.set_defaults(
                 run=lambda args, source=source, sub=sub: source.load().run(args, sub, words)

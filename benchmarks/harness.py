@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on the inference engine beside its own class for transformers.
+"""lm-evaluation-harness on the inference engine and on its own class for transformers.
 
     python -m benchmarks harness MODEL --device cuda --dtype bfloat16
     python -m benchmarks harness Llama-3.2-1B --device cuda --dtype float32
@@ -6,18 +6,18 @@
 A shape of the benchmark `serve` in place of a model is exported first, with random weights.
 
 `ours` is `EngineLM`: scheduled requests on the compact cache. `transformers` is the harness' `HFLM`
-on the code that a DMS export carries, by default with the torch operations of the export
-(`--export-kernels auto` takes the kernels of this package where it is installed), in batches of
-`--batch-size`. Both answer the same requests over texts of random tokens: one warm-up, then
-`--repeats` times with other texts.
+on the code of a DMS export, in batches of `--batch-size`. By default it uses the export's torch
+operations; `--export-kernels auto` takes the kernels of this package if it is installed. Both
+answer the same requests over texts of random tokens: one warm-up, then `--repeats` times with
+other texts.
 
 - generate: greedy answers of at most `--new-tokens` tokens.
 - choices: likelihoods of `--choices` answers to each question. All questions begin with the same
   examples, which are three quarters of the prompt.
 - rolling: likelihoods of whole texts.
 
-On a CPU only the ratios mean something. Answers are compared: the share of texts that are equal,
-and the largest difference of log-likelihoods, which `--dtype` decides.
+On a CPU only the ratios mean something. The comparison of answers gives the share of equal texts
+and the largest difference of log-likelihoods, which depends on `--dtype`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def build(args: Args, model: str) -> dict[str, Any]:
         batch_size=args.batch_size,
     )
     generation = other.model.generation_config
-    if generation.eos_token_id is None:  # else rows of a batch go on after their end of text
+    if generation.eos_token_id is None:  # otherwise a batch continues after an end of text
         generation.eos_token_id = other.eot_token_id
     if exported:
         other.model.dms_kernels = args.export_kernels
@@ -179,7 +179,7 @@ def build(args: Args, model: str) -> dict[str, Any]:
 
 
 def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
-    """Yield all cases that are measured, after each of them."""
+    """Yield all cases measured so far, after each case."""
     if args.model not in SHAPES or Path(args.model).exists():
         yield from _compare(args, args.model)
         return
@@ -222,7 +222,7 @@ def check(_: Args) -> None:
 
 
 def settings(args: Args) -> dict[str, Any]:
-    """Return the options that decide the numbers."""
+    """Return the options that affect the numbers."""
     names = (
         *("model", "cases", "device", "dtype", "batch_size", "documents", "prompt_tokens"),
         *("new_tokens", "choices", "repeats", "export_kernels"),

@@ -1,4 +1,4 @@
-"""Stored records of benchmarks: the code that they measured, and their tables printed again."""
+"""Stored records of benchmarks: their tables, and the code that they measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_RECORDED = f"no git repository, and {VARIABLE} is not set"
 
 
 class Table(NamedTuple):
-    """Records of one kind. The package of every benchmark lists its own as `TABLES`.
+    """Records of one kind; every benchmark lists its records as `stored`.
 
     Attributes:
         records: Pattern of the file names below `RESULTS`.

@@ -2,9 +2,9 @@
 
     python -m benchmarks stale
 
-Every benchmark lists its stored records with the code that they measure. A record, or each of its
-rows, names its commit; where none is named, the commit that added the file is taken. Prints the
-records with later commits to that code.
+Every benchmark lists its stored records with the measured code. A record, or each of its rows,
+names its commit; otherwise the commit that added the file is taken. The command prints the records
+with later commits to that code.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def stale(root: Path, known: list[Table]) -> Iterator[Stale]:
         known: Tables to check.
 
     Raises:
-        EvaluationError: A file is no record, or a commit is unknown.
+        EvaluationError: A file is not a record, or a commit is unknown.
     """
     for records in known:
         for file in sorted(root.glob(f"*/results/{records.records}")):

@@ -31,7 +31,7 @@ def write(results: Path, page: Path) -> None:
 
 
 def text(results: Path) -> str:
-    """Return two tables: serving, and what is measured beside one peer."""
+    """Return two tables: serving, and comparisons with one peer."""
     engine, dms = "engine: dense / vLLM, bf16", "DMS: DMS / dense"
     served = stored_records(results, "serve.json")
     shapes = sorted({row["shape"] for record in served for row in record["cases"]})
@@ -44,7 +44,7 @@ def text(results: Path) -> str:
 
 
 def _newest_of(served: list[Record], shape: str) -> Record:
-    """Return the first record that has rows of a shape, with these rows only."""
+    """Return the first record that has rows of a shape, reduced to these rows."""
     mine = (
         {**record, "cases": [row for row in record["cases"] if row["shape"] == shape]}
         for record in served

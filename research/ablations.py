@@ -5,7 +5,7 @@
 
 `solve` answers exam problems with every export below a folder and writes `accuracy.json` into its
 run folder. Decoding is greedy through the export's hard-masked forward pass, whole sheets at a
-time; the tests of inference show that the compact cache gives the same tokens.
+time. The inference tests show that the compact cache gives the same tokens.
 
 `report` prints one table for each ablation and draws accuracy against the compression ratio and
 against training tokens.
@@ -36,9 +36,9 @@ _RESULT = "accuracy.json"
 
 
 def greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Continue token lists greedily by recomputing everything in each step.
+    """Continue token lists greedily; every step recomputes the whole sequence.
 
-    Rows are padded on the right; later tokens do not change attention or decisions of earlier ones.
+    Rows are padded on the right, because later tokens do not affect earlier ones.
     """
     device = next(model.parameters()).device
     lengths = torch.tensor([len(p) for p in prompts], device=device)

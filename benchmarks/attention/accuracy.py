@@ -3,9 +3,9 @@
     python -m benchmarks attention accuracy
 
 The reference is `train_attention.reference` in float64 on the same inputs. The baseline is SDPA in
-the dtype of the inputs with the bias of every query and key in memory; its gradient by the bias,
-summed over queries, is the baseline of the logits' gradient. An error is the Euclidean norm of
-the difference. Decisions are random, exactly 0 and exactly 1.
+the dtype of the inputs, with the bias of every query and key in memory. Its gradient with respect
+to the bias, summed over queries, is the baseline of the logits' gradient. An error is the Euclidean
+norm of the difference. Decisions are random, exactly 0 and exactly 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUND = 2.0
 _SIZES = (16, 33, 64, 72, 80, 96, 128, 200, 256)
 _HEADS = ((1, 1), (6, 2), (4, 4), (14, 2), (8, 1), (3, 3), (12, 3), (8, 2))
 _DTYPES = (torch.bfloat16, torch.float16)
-# What kernels are compiled for, so that 200 cases do not take 200 compilations.
+# Kernels are compiled once for each family, so that 200 cases do not take 200 compilations.
 FAMILIES = [
     (d, dtype, _HEADS[(3 * number + offset) % len(_HEADS)])
     for number, d in enumerate((*_SIZES, 64, 128))
@@ -48,7 +48,7 @@ _ROUNDING, _CANCELLING = 1 / 8, 1e-4
 
 
 class Case(NamedTuple):
-    """Random inputs; `hard` decisions are 0 and 1 alone."""
+    """Random inputs; `hard` decisions are only 0 and 1."""
 
     shape: Shape
     window: int
@@ -123,10 +123,10 @@ def _results(call: Call) -> list[Tensor]:
 def error_ratios(
     results: list[Tensor], peer: list[Tensor], truth: list[Tensor]
 ) -> dict[str, float]:
-    """Return the error of `results` over the error of `peer`, by name of the result.
+    """Return the error of `results` divided by the error of `peer`, by name of the result.
 
-    Errors below that of rounding the true result to its dtype count as that rounding error, so that
-    an exact peer does not make ratios infinite. For results that cancel to nearly zero the lower
+    The lower bound of an error is the error of rounding the true result to its dtype, so that an
+    exact peer does not make ratios infinite. For results that cancel to nearly zero, the lower
     bound is 1e-4 of the error of rounding the largest result to 16 bits.
     """
     least = _CANCELLING * torch.finfo(results[0].dtype).eps * max(float(x.norm()) for x in truth)

@@ -1,4 +1,4 @@
-"""Time of attention in training, prefill and decoding, beside other kernels.
+"""Time of attention in training, prefill and decoding, compared with other kernels.
 
     python -m benchmarks attention [--sections train,prefill,decode]
 
@@ -45,7 +45,7 @@ def measure(section: str, args: Args) -> Iterator[dict[str, Any]]:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return the tables of all sections, and whether the peers were as fast as recorded."""
+    """Return the tables of all sections, and a line about the speed of the peers."""
     return "\n".join(_lines(record))
 
 

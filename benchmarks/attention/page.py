@@ -21,12 +21,12 @@ from dms_train.evaluation.errors import EvaluationError
 
 PAGE = ROOT / "docs" / "performance" / "attention.md"
 FIGURE = "figures/attention_roofline.png"
-_BYTES = 2  # of a bf16 number
+_BYTES = 2  # size of a bf16 number
 _SHOWN = ("cuDNN causal", "flex DMS", "ours: triton")
 
 
 class Point(NamedTuple):
-    """Operations per byte that has to be moved, and operations per second."""
+    """Point of a roofline: operations per moved byte, and operations per second."""
 
     series: str
     intensity: float

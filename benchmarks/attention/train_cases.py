@@ -31,7 +31,7 @@ SHAPES = (
     Shape(4, 32, 8, 4096, 64, "Llama 3.2 1B"),
     Shape(1, 32, 8, 32768, 128, "Qwen3 8B"),
 )
-# Run on a CPU to check that every part works; the times mean little.
+# Shapes of a CPU, which check that every part works; the times mean little.
 TINY_WINDOW = 16
 TINY_SHAPES = (Shape(1, 4, 2, 256, 32), Shape(2, 3, 3, 130, 16))
 _CPU_BACKENDS = ("blockwise", "reference")
@@ -42,9 +42,9 @@ class Entry(NamedTuple):
     """One implementation.
 
     Attributes:
-        name: Its row.
+        name: Name of its row.
         kind: `dense` (no DMS), `peer` (DMS by torch alone) or `ours`.
-        make: Binds it to its inputs.
+        make: Function that binds the implementation to its inputs.
         bytes_per_score: Bytes that it keeps for each (query, key) pair.
     """
 
@@ -88,7 +88,7 @@ def ours(inputs: AttentionInputs, name: str) -> Call:
 def compile_ahead(workers: int) -> None:
     """Fill the compiler's cache on disk, several FlexAttention templates at a time.
 
-    In sequence they take minutes, nearly all on one processor.
+    Compiled in sequence, they take minutes, nearly all on one processor.
     """
     jobs = [
         (shape, entry.name)

@@ -1,12 +1,12 @@
-"""Predictions of `dms-plan` beside measurements: memory of every pipeline stage, step times.
+"""Predictions of `dms-plan` and measurements: memory of every pipeline stage, step times.
 
     python -m benchmarks plan_memory [--gpus 1] [--cases NAMES]
     python -m benchmarks plan_memory --fit RECORD     # constants of the plan from what was measured
 
-Every case takes steps of the real engine with random weights in processes of its own. Cases that
-are not measured again are kept. Two of them calibrate: `--fit` chooses the constants in
-`dms_train/assets/planning.json` so that memory and time of those two are right. The others are only
-checked.
+Every case takes steps of the real engine with random weights in separate processes. Cases that are
+not measured again are kept. Two cases calibrate: `--fit` chooses the constants in
+`dms_train/assets/planning.json` so that memory and time of these two are right. The others only
+check the prediction.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _times(measured: float, planned: float) -> list[str]:
 
 
 def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
-    """Choose the constants with which both calibrating cases come out as measured.
+    """Choose constants that make the prediction equal the measurement for both calibrating cases.
 
     The speed of links comes from the steps of the benchmark `train_step` with tensor parallelism.
     """
@@ -263,7 +263,7 @@ def _solve(one: tuple[float, float, float], two: tuple[float, float, float]) -> 
 
 
 def _counted(row: dict[str, Any]) -> tuple[float, float]:
-    """Return the counted bytes of what varies, and the measured bytes beyond what is fixed."""
+    """Return the counted varying bytes, and the measured bytes beyond the fixed ones."""
     stage = stages(Case.from_dict(row["case"]))[0]
     memory = of_stage(stage)
     return memory.total - memory.fixed, row["stages"][0]["allocated"] - memory.fixed

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, which print their measurements."""
+"""Engines in separate processes that print their measurements."""
 
 from __future__ import annotations
 

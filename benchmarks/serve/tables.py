@@ -12,8 +12,8 @@ Row = dict[str, Any]
 PEERS = {"vLLM, FP8 cache": "fp8", "vLLM, bf16": "auto"}
 OURS = {"dense": "dense", "DMS": "DMS", "DMS, FP8": "DMS, FP8 pages"}
 COLUMNS = (*PEERS, *OURS)
-FASTER = "faster vLLM"  # of both caches
-# What the engine gives, what DMS gives, and what both give beside the peer that users choose.
+FASTER = "faster vLLM"  # the faster one of both cache dtypes
+# Gain of the engine, gain of DMS, and gain of both over the peer that users choose.
 RATIOS = (
     ("dense", "vLLM, bf16"),
     ("DMS", "dense"),
@@ -68,7 +68,8 @@ def by_case(rows: Iterable[Row]) -> dict[tuple[str, int, int], list[Row]]:
 def best(rows: list[Row], column: str, value: str) -> Row:
     """Return the row of a column among the rows of one case; empty if there is none.
 
-    vLLM has several modes and may have several runs: its best one is taken. Ours is the newest.
+    vLLM has several modes and may have several runs, and the best one is taken. Ours is the
+    newest run.
     """
     if column in OURS:
         mine = [row for row in rows if row["engine"] == OURS[column]]

@@ -1,4 +1,4 @@
-"""Output of the engine where memory or many requests limit it: four experiments.
+"""Throughput of the engine under limited memory or many requests: four experiments.
 
     python -m benchmarks serve throughput [memory] [fork] [chains] [requests]
 
@@ -9,9 +9,9 @@
   `gpu_busy` is the share of the time in which NVML finds the GPU computing.
 - requests: 1,000 prompts of 1 to 16,384 tokens, each continued by 256, on a small model in float32,
   one at a time and all together in a cache that holds a third of them. Their tokens are compared.
-  Where some differ, `largest_gap` is how far the best two logits lie apart at the first of them.
+  Where some differ, `largest_gap` is the gap of the best two logits at the first difference.
 
-Weights are random; every number is that of one run after a warm-up.
+Weights are random. Every number comes from one run after a warm-up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dms_train.tables import markdown_table
 
 CONTEXT = 32768
 CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
-# of a sequence; others decode 8 in each of the 256 chunks of prompts, and some more are measured
+# For one sequence: 8 tokens for each of the 256 chunks of other prompts, and some to measure.
 NEW_TOKENS = 2304
 
 
@@ -100,14 +100,14 @@ def _memory(device: torch.device, args: Args) -> list[dict[str, Any]]:
 def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[int, float]:
     """Return the most sequences that decode at once, and the median seconds of their step.
 
-    All prompts wait; the engine admits as many as fit, and the first of them ends after the last
-    of them has been computed.
+    All prompts wait. The engine admits as many as fit, and the first one ends after the last one's
+    prompt has been computed.
     """
     new = engine.longest - len(tokens[0])
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for prompt in tokens:
         engine.add_request(prompt, params, final_only=True)
-    steps: dict[int, list[float]] = {}  # seconds of each, by the number of sequences
+    steps: dict[int, list[float]] = {}  # seconds of each step, by the number of sequences
     since, ended = time.perf_counter(), False
     while not ended:
         before, decoding = engine.decoded_steps, engine.decoding
@@ -193,7 +193,7 @@ def _requests(device: torch.device, args: Args) -> dict[str, Any]:
     count, longest, new = (1000, 16384, 256) if device.type == "cuda" else (12, 900, 64)
     model = random_model("small", KEPT, device, torch.float32)
     draw, vocab = random.Random(0), model.architecture.vocab_size
-    # the shortest first: many are admitted together, and each becomes several times as long
+    # shortest first, so that many are admitted together and each grows to several times its length
     lengths = sorted(round(longest ** draw.random()) for _ in range(count))
     work = [([draw.randrange(vocab) for _ in range(length)], new) for length in lengths]
     token_ids, seconds, cache_bytes, preemptions, held = [], [], 2**30, 0, 0

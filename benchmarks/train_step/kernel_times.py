@@ -1,4 +1,4 @@
-"""Profile of one training step: which kernels the GPU ran, and for how long."""
+"""Profile of one training step: kernels of the GPU and their times."""
 
 from __future__ import annotations
 

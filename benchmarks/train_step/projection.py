@@ -33,7 +33,7 @@ class Assumptions(NamedTuple):
     """Values that were not measured.
 
     Attributes:
-        narrow: Rate of a rank with TP 8 over that of one with TP 2.
+        narrow: Rate of a rank with TP 8 divided by the rate of a rank with TP 2.
         exposed: Share of tensor-parallel communication that does not overlap with products.
         network: Bytes per second of one GPU between nodes.
         data_exposed: Share of data-parallel communication that does not overlap with the passes.
@@ -78,7 +78,7 @@ class Measured(NamedTuple):
 
 
 def measured(rows: list[dict[str, Any]]) -> Measured | None:
-    """Return what the projection needs of `train_step.json`; None if it was not measured."""
+    """Return the measured rates in `train_step.json`; None if they were not measured."""
     for row in rows:
         case = Case.from_dict(row["case"])
         layout = case.layout
@@ -113,7 +113,7 @@ def step_s(rates: Measured, assumed: Assumptions) -> dict[str, float]:
     passes = operations / (rates.rate * assumed.narrow)
     tensor = assumed.exposed * _tensor_bytes(a.num_layers // PP, a.hidden_size, LENGTH, TP)
     tensor /= rates.link
-    # student and teacher of a microbatch forward, as much backward
+    # student and teacher of a microbatch forward, and the same backward
     pipeline = 2 * 2 * LENGTH * a.hidden_size * 2 / TP / assumed.network
     # fp32 gradients are reduced and bf16 weights gathered
     data = parameter_count(a) / (TP * PP) * (4 + 2) * (DP - 1) / DP / assumed.network

@@ -47,7 +47,7 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield DMC over DMS, DMS over distillation and that over LM, of ours in the same setting."""
+    """Yield our ratios in the same setting: DMC / DMS, DMS / distillation, distillation / LM."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         case = Case.from_dict(row["case"])

@@ -35,7 +35,7 @@ from research.data.token_documents import (
 )
 from research.data.words import WORDS
 
-Commands = Any  # what add_subparsers returns; its class is private
+Commands = Any  # result of add_subparsers, whose class is private
 Parser = argparse.ArgumentParser
 
 _COUNTDOWN = """\

@@ -14,7 +14,7 @@ The form is that of `algebra__linear_1d` of DeepMind's mathematics data set, wit
 with numbers, sums and answers from 1 to 100, each one word. Training documents have 2 to 20 terms
 of each kind, as many of one as of the other; problems have as many as they are asked for.
 
-What a solver must remember: each term until it is collected, once, while the working passes over
+A solver must remember each term until it is collected, once, while the working passes over
 the equation twice. One equation in sixteen is held out by a hash of its words.
 """
 
@@ -33,7 +33,7 @@ from dms_train.data.errors import DataError
 from research.data.token_documents import Drawn
 from research.data.words import ID, LARGEST, LETTERS, NUMBER, decoded
 
-FEWEST_TERMS, MOST_TERMS = 2, 20  # of each kind
+FEWEST_TERMS, MOST_TERMS = 2, 20  # numbers of terms of each kind
 
 _PLUS, _MINUS, _TIMES, _OVER = (ID[word] for word in "+-*/")
 _EQUALS, _STOP, _COLON = ID["="], ID["."], ID[":"]

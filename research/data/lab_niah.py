@@ -11,7 +11,7 @@ documents have 1 to 64 needles and ask for 1 to all of them, so that a long text
 one answer; they have no filler to as much as fits into the context. Problems fill the context, ask
 for one needle at one of RULER's 40 depths, and their other needles have other keys.
 
-What a solver must remember: the keys and values, a few tokens of a long text. Asked keys are held
+A solver must remember the keys and values, a few tokens of a long text. Asked keys are held
 out by a hash (`haystacks`).
 """
 
@@ -120,10 +120,10 @@ def held_out_problems(
         count: Number of texts.
         seed: The same seed gives the same problems.
         context: Tokens of a prompt and its answer, less than a sentence under it.
-        needles: In each text.
+        needles: Number of needles in each text.
 
     Raises:
-        DataError: The needles do not fit, or there are not as many keys.
+        DataError: The needles do not fit, or there are not enough keys.
     """
     lines = lines_that_fit(context, _tokens(needles, 1), SENTENCES.shape[1])
     return [_problem(random.Random(f"{seed} {number}"), lines, needles) for number in range(count)]

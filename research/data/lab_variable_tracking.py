@@ -13,7 +13,7 @@ chains, so that a long text teaches more than one answer; they have no noise to 
 the context. Problems fill the context and ask for one chain. An answer is right when the whole
 chain is, where RULER counts each name.
 
-What a solver must remember: every assignment, until its value is asked for. The names of an asked
+A solver must remember every assignment until its value is asked for. The names of an asked
 chain are held out by a hash (`haystacks`).
 """
 
@@ -44,8 +44,8 @@ MOST_HOPS = 4
 MOST_ASSIGNMENTS = 40
 
 _VAR, _TO, _STOP = ID["VAR"], ID[">"], ID["."]
-_LINE = 7  # tokens of an assignment
-_BASE = 100  # of the two numbers of a value
+_LINE = 7  # number of tokens of an assignment
+_BASE = 100  # base of the two numbers of a value
 
 
 class Chain(NamedTuple):
@@ -145,11 +145,11 @@ def held_out_problems(
         count: Number of texts.
         seed: The same seed gives the same problems.
         context: Tokens of a prompt and its answer, less than a line of noise under it.
-        chains: In each text.
-        hops: Hops of each chain.
+        chains: Number of chains in each text.
+        hops: Number of hops of each chain.
 
     Raises:
-        DataError: The chains do not fit, or there are not as many names.
+        DataError: The chains do not fit, or there are not enough names.
     """
     length = hops + 1
     noise = lines_that_fit(context, _tokens(chains, length, 1), NOISE.size)

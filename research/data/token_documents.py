@@ -25,7 +25,7 @@ from dms_train.hf.tokenizer_files import read_tokenizer
 Tokens = npt.NDArray[np.uint16]
 
 _LENGTHS = tuple(128 << step for step in range(8))  # of the statistics: 128 to 16,384
-_TRIES = 10_000  # documents that are drawn for a long one
+_TRIES = 10_000  # largest number of draws for a long document
 
 
 class Drawn(NamedTuple):
@@ -70,12 +70,12 @@ class TokenShard:
         output: Prefix of the files.
         tokenizer: Directory of the tokenizer.
         documents: Number of documents.
-        document_tokens: Length of every document, filled with drawn ones; None is one drawn each.
+        document_tokens: Length of every document, filled with drawn ones; None keeps drawn lengths.
         long_share: Share of the filled documents that begin with a drawn one of at least half
             their length.
-        answers_only: Whether the loss counts the tokens after prompts only.
+        answers_only: True if the loss counts only the tokens after prompts.
         seed: Seed of all draws.
-        workers: Processes.
+        workers: Number of processes.
         overwrite: Replace an existing shard.
     """
 
@@ -114,7 +114,7 @@ class Tally(NamedTuple):
         self.traits.update(drawn.traits)
 
     def merge(self, other: Tally) -> None:
-        """Add the counts of others."""
+        """Add the counts of another tally."""
         self.lengths.update(other.lengths)
         self.traits.update(other.traits)
 
@@ -144,7 +144,7 @@ class Batch(NamedTuple):
 
 
 class DocumentDrawer:
-    """Drawer of documents; each has a seed of its own, so that workers do not matter."""
+    """Drawer of documents; each document has its own seed, so that workers do not matter."""
 
     def __init__(self, task: TokenTask, shard: TokenShard) -> None:
         self._task, self._shard = task, shard

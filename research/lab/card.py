@@ -2,8 +2,8 @@
 
     python -m research lab-card outputs/lab/s --experiment lab_teacher_s
 
-writes `teacher/README.md`. Accuracy is that of one chain with a 95 % interval over the
-problems: at temperature 0, and as the task samples, estimated from all chains of a problem.
+writes `teacher/README.md`. Accuracy is given for one chain with a 95 % interval over the
+problems: at temperature 0, and with the task's sampling, estimated from all chains of a problem.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def card(root: Path, experiment: str) -> str:
         experiment: Experiment of the teacher.
 
     Raises:
-        EvaluationError: The teacher has not been trained, or not been evaluated.
+        EvaluationError: The teacher has not been trained or evaluated.
     """
     model, file = root / TEACHER / "exports" / "final" / "hf", root / TEACHER / "config.yaml"
     if not file.exists():

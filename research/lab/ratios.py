@@ -2,11 +2,11 @@
 
     python -m research lab-ratios outputs/lab/recall --figure ratios.svg
 
-prints a table for each task of short answers: the share that is right with a 95 % interval over the
-problems, of all seeds together, the least and the most of a seed, and the tokens that a KV head
-holds at most, the mean over the problems. Policies are not trained and have no seeds; they are run
-on the teacher with as many tokens as DMS of the first seed holds. All rows are over the problems
-that every run has evaluated. The figure has the shares with their intervals, a panel for each task.
+prints a table for each task of short answers. A cell has the share of right answers over all seeds
+with a 95 % interval over the problems, the minimum and maximum of the seeds, and the peak tokens of
+a KV head, the mean over the problems. Policies are not trained and have no seeds. They run on the
+teacher with as many tokens as DMS of the first seed holds. All rows use the problems that every run
+has evaluated. The figure has the shares with their intervals, a panel for each task.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Cell(NamedTuple):
 
     Attributes:
         right: Share of the problems, the mean of the seeds.
-        seeds: Share of each.
-        tokens: Most tokens that a KV head holds, the mean over the problems.
+        seeds: Share of each seed.
+        tokens: Peak tokens of a KV head, the mean over the problems.
     """
 
     right: Estimate
@@ -71,7 +71,7 @@ class Table(NamedTuple):
 
 
 def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
-    """Load everything that a lab has evaluated on a task.
+    """Load all evaluations of a lab on a task.
 
     Args:
         folder: Folder of the lab.

@@ -12,9 +12,9 @@ step is a command of this project, in a process of its own; its output goes to F
 and equations), retrofitted to CR 2, 3 and 4 with DMS and with DMC; `python -m research lab-ratios
 FOLDER` prints the table of its methods.
 
-A finished step leaves a mark in FOLDER/state and is skipped by the next call. When `--seconds` are
-over, the running commands are told to stop, which keeps what they have done, and the exit code is
-3: the same command continues. SIGTERM stops them too, and they end with the lab.
+A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--seconds` the
+running commands are told to stop. They keep their progress, and the exit code is 3; the same
+command continues. SIGTERM stops them too, and they end with the lab.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Lab:
     """Runner of steps within a time limit.
 
     Args:
-        root: Where marks and logs go.
-        jobs: Steps at the same time, on each GPU where there are some.
+        root: Folder of marks and logs.
+        jobs: Number of concurrent steps, on each GPU if there are any.
         gpus: Name of each GPU in `CUDA_VISIBLE_DEVICES`; none on a CPU.
-        seconds: Until running commands are told to stop; None sets no limit.
+        seconds: Time until running commands are told to stop; None sets no limit.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Lab:
     def leave(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: `run` stops its commands and raises.
 
-        Nothing is raised here: Python ignores what a handler raises while a process is started.
+        Nothing is raised here: Python ignores exceptions of a handler while a process starts.
         """
         self._told = number
 
     def _start(self, waiting: list[Step], finished: set[str], running: dict[str, _Running]) -> None:
-        """Start the first steps that have what they need, as many as run at the same time."""
+        """Start the first steps whose needs have finished, up to the limit of concurrent steps."""
         for step in [step for step in waiting if finished.issuperset(step.needs)]:
             if not self._free:
                 return
@@ -152,9 +152,9 @@ class _Running:
 
     Args:
         words: Arguments of python.
-        log: Where its output goes.
+        log: File of its output.
         gpu: Name of its GPU; None on a CPU.
-        ranks: Processes of it; several see all GPUs.
+        ranks: Number of its processes; several processes see all GPUs.
         threads: CPU threads of torch in each process, unless `OMP_NUM_THREADS` is set.
     """
 
@@ -196,7 +196,7 @@ class _Running:
         self._process.terminate()
 
     def end(self, seconds: float) -> None:
-        """Wait for the command; kill it after so many seconds."""
+        """Wait for the command, and kill it after `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -209,7 +209,7 @@ class _Running:
 
 
 def _stop(running: Iterable[_Running]) -> None:
-    """Ask all commands to save and leave, and end those that do not before a common deadline."""
+    """Ask all commands to save and leave; kill the rest at a common deadline."""
     for each in running:
         each.ask_to_leave()
     deadline = time.monotonic() + _GRACE

@@ -22,12 +22,12 @@ _POOL = ("-m", "dms_train.checkpoints_tools.pool_kv_heads")
 _EVALUATE = ("-m", "research", "eval")
 _CARD = ("-m", "research", "lab-card")
 HF = Path("exports") / "final" / "hf"
-_OTHERS = ("--seed", "1")  # than those of the teacher
+_OTHERS = ("--seed", "1")  # other documents than the teacher's
 _LONG = ("--long-share", "0.7", *_OTHERS)
 _HAYSTACKS = ("lab_niah", "lab_variable_tracking")
-_CONTEXTS = (1, 2, 4)  # times that of the teacher
-_VALIDATION = 200  # samples more than a training takes, so that its validation split has some
-# Words that do not change results, at any value.
+_CONTEXTS = (1, 2, 4)  # multiples of the teacher's context
+_VALIDATION = 200  # samples beyond those of the training, for its validation split
+# Options that do not change results, at any value.
 _SAME_RESULTS = (
     *("--workers=", "--config-dir=", "model.max_num_seqs=", "data.micro_batch_size="),
     "parallel.cuda_graph=",
@@ -40,7 +40,7 @@ class Settings:
 
     Attributes:
         scale: Size of the teacher.
-        root: Where everything goes.
+        root: Folder of all files.
         tasks: Names in `TASKS` that the teacher learns and all models are evaluated on.
         seeds: Seeds of the retrofits.
         also: Names in `VARIANTS`, retrofitted with the first seed.
@@ -96,7 +96,7 @@ class Step:
 def steps(settings: Settings) -> list[Step]:
     """Return all steps; each follows those that it needs.
 
-    Policies are evaluated before the further seeds: a lab that ends early has one of everything.
+    Policies are evaluated before the further seeds, so that a lab that ends early has one of each.
     """
     trained = [step for seed in settings.seeds for step in _seed(settings, seed)]
     teacher, pooled, variants = _teacher(settings), _gqa(settings), _variants(settings)
@@ -416,7 +416,7 @@ def _exported(settings: Settings, step: str) -> Path:
 
 
 def _compared(scale: Scale) -> tuple[str, str]:
-    """Return the smaller evaluation of policies and variants, most of which lack kernels."""
+    """Return the smaller evaluation for policies and variants; most of them lack kernels."""
     return "sweep.widths=[1]", f"task.limit={min(scale.compared_problems, scale.problems)}"
 
 
@@ -488,7 +488,7 @@ def check_policies(scale: Scale) -> None:
     """Refuse policies that take no budget.
 
     Raises:
-        InferenceError: With the policy and its options.
+        InferenceError: A policy takes no budget; the message names it and its options.
     """
     for policy in scale.policies:
         options = _options(scale, "countdown", policy, budget=scale.context)
@@ -518,11 +518,11 @@ def _report(settings: Settings) -> list[str]:
 
 
 def lines(root: Path) -> list[str]:
-    """Return one line for every budget that was measured in a folder of a lab."""
+    """Return one line for every measured budget in a folder of a lab."""
     folders = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     return [f"{path.name:40} {point}" for path in folders for point in load([path]).points()]
 
 
 def as_text(words: list[str]) -> str:
-    """Return a command as the marks store it: without words that do not change its results."""
+    """Return a command as the marks store it: without options that do not change its results."""
     return json.dumps([word for word in words if not word.startswith(_SAME_RESULTS)])

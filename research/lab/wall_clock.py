@@ -3,9 +3,9 @@
     python -m research lab-wall-clock outputs/lab/s --models teacher,cr4,cr8 --cache-mb 128
 
 takes the models of a finished lab: the teacher and exports of the first seed. Each gets a cache of
-so many bytes, in which as many chains run as fit, and answers the same problems at each budget:
-tokens of a chain in units of 1,024, and chains of a problem. The median time of the repetitions is
-printed beside the accuracy over all of them, and written into the folder of the device.
+this size, in which as many chains run as fit. It answers the same problems at each budget: tokens
+of a chain in units of 1,024, and chains of a problem. The median time of the repetitions and the
+accuracy over all of them are printed and written into the folder of the device.
 
     python -m research lab-wall-clock --table wall_clock.json --figure wall_clock.svg
 
@@ -93,7 +93,7 @@ def checked_problems(
 
 
 def _temperature(checked: CheckedRun) -> float:
-    """Return the task's temperature, which `check` has put into the options."""
+    """Return the task's temperature; `check` has put it into the options."""
     temperature = checked.options.sampling.temperature
     assert temperature is not None
     return temperature

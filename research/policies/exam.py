@@ -15,7 +15,7 @@ from dms_train.evaluation.tasks.base import Document
 from dms_train.inference.llm import LLM
 from research.policies.cases import Case
 
-_END = "\n\n"  # of a sheet
+_END = "\n\n"  # end of a sheet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ExamTask:
         model: The dense model.
         sheets: Number of sheets.
         problems: Problems on a sheet.
-        max_tokens: Most tokens of an answer.
+        max_tokens: Largest number of tokens of an answer.
         seed: Seed of the sheets.
     """
 

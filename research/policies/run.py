@@ -7,11 +7,11 @@ r"""Compare all cache policies at every compression ratio, on exam sheets and on
     python -m research policies --exam-export outputs/dm?[234]/hf \
         --stories-model stories260k-hf --stories stories.jsonl --page docs/methods.md
 
-Sheets are answered greedily by the embedded teacher; the stories are given to a model that wrote
-them. What is measured goes to `--results` row by row, and the same command continues there; a row
-whose time was disturbed is measured again once its line is removed. At the end the tables are
-printed, and written into `--page`. Times are those of the processor, which other work on the
-machine moves less than the clock's; run it on an idle machine all the same.
+The embedded teacher answers sheets greedily, and stories are given to the model that wrote them.
+Every measured row goes to `--results`, and the same command continues there. Remove the line of a
+row whose time was disturbed to measure it again. At the end the tables are printed, and written
+into `--page`. Times are CPU times, because other work on the machine affects them less than wall
+time; run it on an idle machine all the same.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Task(Protocol):
 
 
 def _key(task: Task, case: Case) -> dict[str, Any]:
-    """Return the fields of a row without its result, which tell rows of other settings apart."""
+    """Return the fields of a row without its result; they distinguish rows of other settings."""
     return {
         "task": task.name,
         "method": case.method,

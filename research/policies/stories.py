@@ -1,8 +1,8 @@
-"""Stories: how far the next-token distributions of a model move on a given text.
+"""Stories: divergence of a model's next-token distributions on a given text.
 
-The first tokens of a story are a prompt. Those after it enter the cache one at a time, as
-generated tokens do, but are those of the story, so that all policies are asked about the same
-positions.
+The first tokens of a story are a prompt. The later tokens of the story enter the cache one at a
+time, like generated tokens. All policies are therefore asked about the same positions.
+
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Walk(NamedTuple):
     Attributes:
         logits: float [texts, tokens after the prompt, vocab].
         reads: Slots attended by a query after the prompt, mean over lists and texts.
-        peak_tokens: Most tokens held, mean over lists and texts.
-        bytes: Most bytes taken, for each text.
+        peak_tokens: Largest number of tokens held, mean over lists and texts.
+        bytes: Peak bytes for each text.
         seconds: Processor time, prompts included.
     """
 
@@ -60,7 +60,7 @@ class StoriesTask:
         stories: Number of long enough stories, from the end of the file: a model that was trained
             on the first ones has not seen them.
         prompt: Tokens of a prompt.
-        tokens: Tokens of a story, prompt included; the rest of it is left out.
+        tokens: Number of tokens of a story, including the prompt; the rest is left out.
     """
 
     model: Path

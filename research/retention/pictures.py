@@ -1,4 +1,4 @@
-"""Pictures of what a cache keeps."""
+"""Pictures of the tokens that a cache keeps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from research.retention.held import Curve, TypeCount, TypedSequence
 
 Head = tuple[int, int]  # layer and KV head
 
-# of words that are evicted, in the window, and held after it
+# Colours of words that are evicted, in the window, and held after it.
 _CELLS, _TEXT = ("#ffffff", "#cfe2f7", "#2f7ed8"), ("#aaaaaa", "black", "white")
-_COLUMN, _ROW = 0.3, 0.16  # inches of a word
-_WIDEST = 16  # words of a row
+_COLUMN, _ROW = 0.3, 0.16  # width and height of a word in inches
+_WIDEST = 16  # largest number of words in a row
 
 
 def draw_curve(curve: Curve, path: Path) -> None:

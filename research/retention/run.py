@@ -1,16 +1,16 @@
-"""Show what an export keeps: cr_factor by position, and tokens by KV head and by type.
+"""Show the tokens that an export keeps: cr_factor by position, tokens by KV head and by type.
 
     python -m research retention EXPORT PROBLEMS.jsonl [--output outputs/retention]
     python -m research retention EXPORT PROBLEMS.jsonl --task countdown --max-tokens 2048
 
 The export continues the prompts of a problems file through the compact cache. After every pass the
-engine reports what each sequence's cache holds; a sequence that has seen t tokens has the ratio
-t / mean live slots there. When a sequence ends, the cache states the positions that each KV head
+engine reports the live slots of each sequence. After t tokens, the ratio of a sequence is
+t / mean live slots. When a sequence ends, the cache states the positions that each KV head
 holds (paper Figure 6).
 
-For a task whose words have types (`research/retention/grammars`) it is counted which of them are
-held at the end, of all tokens and of those that have left the window: `kept_by_type.png` has a row
-for each KV head, `kept_in_trace.png` the words of a sequence with those that some heads hold.
+For a task whose words have types (`research/retention/grammars`), the command counts held tokens
+of each type at the end, among all tokens and among those that have left the window.
+`kept_by_type.png` has a row for each KV head; `kept_in_trace.png` shows the words that heads hold.
 """
 
 from __future__ import annotations

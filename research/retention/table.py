@@ -15,7 +15,7 @@ def table(everywhere: Counts, left: Counts) -> list[str]:
 
     Args:
         everywhere: Counts of all tokens.
-        left: Counts of those that have left the window; `held` is the share of these.
+        left: Counts of the tokens that have left the window; `held` is the share of these.
     """
     slots = sum(float(type_count.held.sum()) for type_count in everywhere.values())
     heads = ("type", "tokens", "of cache", "left window", "held", "95 %", "by head", "by any")

@@ -8,8 +8,8 @@ from dms_train.evaluation.answers import Verdict
 from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
-LARGEST = 100  # of results
-_DIGITS = len(str(LARGEST))  # of a number of a move; int() refuses texts of thousands of digits
+LARGEST = 100  # largest result
+_DIGITS = len(str(LARGEST))  # most digits of a number; int() refuses texts of thousands of digits
 
 
 class CountdownScorer(Scorer):

@@ -1,4 +1,4 @@
-"""Judge the words after the last `ANS`, compared as they are."""
+"""Judge the words after the last `ANS` by literal comparison."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Field(NamedTuple):
 
     Attributes:
         types: Type of a word, by the regular expression that the whole word matches.
-        repeats: Whether the field takes any number of words, also none.
+        repeats: True if the field takes any number of words, also none.
     """
 
     types: dict[str, str]
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
     Attributes:
         fields: Fields in their order.
-        continues: Whether a picture puts it into the row of the previous line.
+        continues: True if a picture puts the line into the row of the previous line.
     """
 
     fields: tuple[Field, ...]
@@ -43,9 +43,9 @@ class TypedWord(NamedTuple):
     """Word of a text with its type.
 
     Attributes:
-        word: Itself.
+        word: The word.
         type: One of `Grammar.types`.
-        begins: Whether a picture starts a row with it.
+        begins: True if a picture starts a row with the word.
     """
 
     word: str
@@ -58,7 +58,7 @@ class Grammar:
     """Lines of a task.
 
     Attributes:
-        lines: In any order; the first one that a word begins is taken.
+        lines: Lines in any order; the first line that a word can begin is taken.
     """
 
     lines: tuple[Line, ...]
