@@ -154,10 +154,10 @@ def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) ->
     if on_gpu:  # compiling takes nearly all the time
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(len(FAMILIES), mp_context=spawn) as pool:
-            parts = list(pool.map(work, families))
+            by_family = list(pool.map(work, families))
     else:
-        parts = [work(family) for family in families]
-    by_backend = {name: [case for part in parts for case in part[name]] for name in names}
+        by_family = [work(family) for family in families]
+    by_backend = {name: [case for part in by_family for case in part[name]] for name in names}
     worst = {name: {r: _worst(cases, r) for r in NAMES} for name, cases in by_backend.items()}
     return {
         "cases": count,

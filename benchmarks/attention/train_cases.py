@@ -195,13 +195,13 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(records: list[dict[str, Any]], gemm_flops_per_s: float) -> str:
     """Return a table for each shape; the last argument is the ceiling of the run."""
-    parts = []
+    sections = []
     for record in records:
         shape = record["shape"]
         title = f"\n### {shape['model'] or 'tiny'}: {record['label']}, window {record['window']}\n"
         columns = _columns({ratio["name"]: ratio for ratio in record["ratios"]}, gemm_flops_per_s)
-        parts += [title, tables.table(columns, record["rows"])]
-    return "\n".join(parts)
+        sections += [title, tables.table(columns, record["rows"])]
+    return "\n".join(sections)
 
 
 def _columns(ratios: dict[str, dict[str, Any]], gemm: float) -> list[tables.Column]:

@@ -57,16 +57,16 @@ def measure(experiment: str, args: Args) -> Iterator[Row]:
 
 def tables(record: Row) -> str:
     """Return a table for each experiment."""
-    parts = []
+    sections = []
     for name in EXPERIMENTS:
         if name in record:
             result = record[name]
             rows = result if isinstance(result, list) else [result]
             titles = [title.replace("_", " ") for title in rows[0]]
-            parts.append(f"{name}:\n\n{markdown_table(titles, [row.values() for row in rows])}")
-    if not parts:
+            sections.append(f"{name}:\n\n{markdown_table(titles, [row.values() for row in rows])}")
+    if not sections:
         raise KeyError("no experiment")
-    return "\n\n".join(parts)
+    return "\n\n".join(sections)
 
 
 def _memory(device: torch.device, args: Args) -> list[dict[str, Any]]:

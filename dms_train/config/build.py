@@ -94,8 +94,8 @@ def unknown_key(path: str, valid: Iterable[str]) -> str:
 
 
 def _shortest_unknown(path: str, known: list[str]) -> str:
-    parts = path.split(".")
-    prefixes = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    keys = path.split(".")
+    prefixes = [".".join(keys[: end + 1]) for end in range(len(keys))]
     return next((prefix for prefix in prefixes if prefix not in known), path)
 
 

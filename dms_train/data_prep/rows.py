@@ -250,7 +250,7 @@ class HubRows:
         datasets.disable_progress_bars()
         self._name = name
         self.total: int | None = None
-        commit, location = _place(name, hub)
+        commit, location = _resolve(name, hub)
         revision = {"revision": commit} if hub.allow_network else {}
         try:
             dataset = datasets.load_dataset(
@@ -283,7 +283,7 @@ class HubRows:
             raise DataError(f"{self._name}: row {number} cannot be read ({error})") from None
 
 
-def _place(name: str, hub: HubOptions) -> tuple[str, str]:
+def _resolve(name: str, hub: HubOptions) -> tuple[str, str]:
     """Return the commit of the data set, and the directory or id to open."""
     import huggingface_hub
 

@@ -61,7 +61,7 @@ def _packages() -> str:
 def _git() -> str:
     """Return commit and uncommitted changes of the code, if it is a git checkout."""
     words = (("rev-parse", "HEAD"), ("status", "--short"), ("diff", "HEAD"))
-    parts = []
+    outputs = []
     for arguments in words:
         try:
             process = subprocess.run(
@@ -73,5 +73,5 @@ def _git() -> str:
             )
         except (OSError, subprocess.SubprocessError):
             return "not a git checkout\n"
-        parts.append(process.stdout)
-    return "\n".join(parts)
+        outputs.append(process.stdout)
+    return "\n".join(outputs)

@@ -121,11 +121,11 @@ def memory_problems(
     first = fullest * per_stage
     ranks = f"ranks {first} to {first + per_stage - 1}" if per_stage > 1 else f"rank {first}"
     largest = sorted(layout.stages[fullest].kinds().items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in largest)
+    kinds = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in largest)
     return [
         f"parallel: pipeline stage {fullest + 1} of {len(needed)} ({ranks}) needs "
         f"{needed[fullest] / _GIB:.1f} GiB, {(needed[fullest] - gpu.memory) / _GIB:.1f} GiB more "
-        f"than the {gpu.memory_gib:.1f} GiB of a {gpu.label} ({parts}); "
+        f"than the {gpu.memory_gib:.1f} GiB of a {gpu.label} ({kinds}); "
         f"{advice(config, architecture, world_size, gpu)}"
     ]
 

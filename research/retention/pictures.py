@@ -64,7 +64,7 @@ def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    cells_of_words = _places(sequence)
+    cells_of_words = _word_cells(sequence)
     rows, columns = (max(values) + 1 for values in zip(*cells_of_words, strict=True))
     size = (len(heads) * columns * _COLUMN + 0.4, rows * _ROW + 0.7)
     figure = Figure(figsize=size, layout="constrained")
@@ -83,7 +83,7 @@ def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _places(sequence: TypedSequence) -> list[tuple[int, int]]:
+def _word_cells(sequence: TypedSequence) -> list[tuple[int, int]]:
     """Return row and column of every word."""
     cells: list[tuple[int, int]] = []
     row, column = 0, -1
