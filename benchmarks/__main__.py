@@ -5,7 +5,7 @@
     python -m benchmarks page | summary | stale
 
 A benchmark writes its record to `NAME.json` in the folder of the device below `--output` after each
-row, with the versions, the command, the commit and the date.
+row. The record has the versions, the command, the commit and the date.
 """
 
 from __future__ import annotations

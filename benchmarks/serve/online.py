@@ -143,8 +143,8 @@ def summary(work: Sequence[Arrival], times: Sequence[Sequence[float]]) -> dict[s
     """Compute rates and latencies of a run of `drive`.
 
     Returns:
-        `requests`, `tokens_s` from the first arrival to the last token, and percentiles of the time
-        to the first token and of the time between two tokens of a request, in milliseconds.
+        `requests`, `tokens_s` from the first arrival to the last token, and percentiles in ms of
+        the time to the first token and of the time between two tokens of a request.
     """
     first = [1e3 * each[0] for each in times]
     between = [1e3 * (b - a) for each in times for a, b in pairwise(each)] or [0.0]

@@ -44,9 +44,9 @@ def resume_point(
         before: Take only checkpoints older than the one of this name.
 
     Raises:
-        ConfigError: The folder belongs to a run with another configuration, its checkpoint was
-            trained with other constants of the method, resuming was not requested, or no
-            checkpoint is usable.
+        ConfigError: The folder or its checkpoint does not fit: another configuration or other
+            constants of the method. Or resuming was not requested, or no checkpoint is
+            usable.
         CheckpointError: The newest whole checkpoint was not written by this program.
     """
     folder = Path(config.run.dir)

@@ -20,8 +20,8 @@ def run_main(command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code.
 
     An expected failure prints one line for each problem on stderr and returns 2. Expected are the
-    project's own ValueError classes, errors of the operating system such as a full disk, a
-    missing optional package, and the loss of another rank. Ctrl-C returns 130. Any other
+    project's ValueError classes, errors of the operating system (such as a full disk), missing
+    optional packages, and the loss of another rank. Ctrl-C returns 130. Any other
     exception is a bug and propagates.
 
     Most failures occur on all ranks, so ranks other than 0 wait before they print. Meanwhile the

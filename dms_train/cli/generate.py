@@ -77,11 +77,11 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling").add_argument
-    add("--max-tokens", type=int, default=64, help="most new tokens of a prompt (%(default)s)")
+    add("--max-tokens", type=int, default=64, help="limit of new tokens (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0 (default) decodes greedily")
     add("--top-p", type=float, default=1.0, help="smallest set with this probability")
-    add("--top-k", type=int, default=-1, help="most likely tokens to draw from; -1 takes all")
-    add("--seed", type=int, help="of the random numbers (default: another one each time)")
+    add("--top-k", type=int, default=-1, help="draw from the K most likely; -1 takes all")
+    add("--seed", type=int, help="seed of random numbers (default: a new one each time)")
     add("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 

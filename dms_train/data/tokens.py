@@ -1,6 +1,6 @@
 """Training and validation samples, built by Megatron's own data sets.
 
-Megatron concatenates the documents of a split in a shuffled order, epoch after epoch, cuts the
+Megatron concatenates the documents of a split in a shuffled order, epoch after epoch. It cuts the
 stream into windows of `seq_length + 1` tokens and shuffles the windows. Documents are not kept
 apart by masks: each should end in an end-of-document token. With `packing` a sample holds whole
 documents instead, which are kept apart (`packed_dataset`). Labels that a shard's mask files leave
@@ -321,8 +321,8 @@ def _split_tokens(
 def _surplus(weights: list[float], samples: int) -> float:
     """Return the share of extra samples per shard that covers the rounding of a blend.
 
-    Rounding up each shard's part lengthens the blend by at most one sample per shard, and the
-    blend leads its exact proportions by less than one sample per shard.
+    Rounding up each shard's part lengthens the blend by at most one sample per shard. The blend
+    leads its exact proportions by less than one sample per shard.
     """
     smallest = min(weights) / sum(weights)
     return len(weights) / samples * (1 + 1 / smallest)

@@ -92,7 +92,7 @@ def row_arguments() -> argparse.ArgumentParser:
         "--loss-on",
         choices=[choice.value for choice in LossOn],
         default=LossOn.ASSISTANT.value,
-        help="what the assistant says or the model generates, or all tokens (%(default)s)",
+        help="tokens of the assistant or generated ones, or all tokens (%(default)s)",
     )
     add(
         "--evaluation-set",
@@ -102,7 +102,7 @@ def row_arguments() -> argparse.ArgumentParser:
         metavar="FILE",
         help="leave out problems that this file holds or shares 13 words with; may be repeated",
     )
-    add("--append-eod", action="store_true", help="end documents in eos_token")
+    add("--append-eod", action="store_true", help="append eos_token to every document")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the model's")
     add(
         "--template-variable",
@@ -110,7 +110,7 @@ def row_arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="given to the template, such as 'date_string=23 July 2024'; may be repeated",
+        help="variable of the template, such as 'date_string=23 July 2024'; may be repeated",
     )
     add("--shard", type=_shard, default=Shard(), metavar="I/N", help="every N-th row from row I on")
     add("--hub-config", metavar="NAME", help="configuration of a data set of the hub")

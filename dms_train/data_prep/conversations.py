@@ -207,8 +207,8 @@ class ConversationEncoder:
     def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
         """Return the tokens of a conversation, and a mask of those that the loss counts.
 
-        A token belongs to a turn if it holds any of its characters, because SentencePiece joins a
-        blank of the template to the first word of the turn. The special token that ends a turn,
+        A token belongs to a turn if it holds any of its characters: SentencePiece joins a blank of
+        the template to the first word of the turn. The special token that ends a turn,
         such as `<|im_end|>`, belongs to the turn and teaches the model to stop. After white space
         only the `eos_token` ends a turn, and the white space then belongs to the turn.
 

@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_arrays(commands)
     check = commands.add_parser(
         "check",
-        help="verify a shard, every byte of it",
+        help="verify every byte of a shard",
         description="Compare a shard with the checksums of its manifest, every byte of it.",
     )
     check.add_argument("prefix", type=Path, help="PREFIX of PREFIX.bin")

@@ -37,7 +37,7 @@ def add_commands(commands: Commands) -> None:
     add = mix.add_argument
     add("parts", nargs="+", type=_part, metavar="PREFIX[=WEIGHT]")
     add("--output", type=Path, required=True, metavar="PREFIX")
-    add("--seed", type=int, default=0, help="of the order of the documents")
+    add("--seed", type=int, default=0, help="seed of the document order")
     add("--overwrite", action="store_true", help="replace existing output")
     mix.set_defaults(run=_run_mix)
     show = commands.add_parser(
@@ -45,9 +45,9 @@ def add_commands(commands: Commands) -> None:
     )
     add = show.add_argument
     add("prefix", type=Path, help="PREFIX of PREFIX.bin")
-    add("--tokenizer", required=True, metavar="DIR", help="the one that the shard was made with")
+    add("--tokenizer", required=True, metavar="DIR", help="tokenizer of the shard")
     add("--first", type=_natural, default=0, metavar="N", help="number of the first document")
-    add("--documents", type=_natural, default=3, metavar="N", help="how many (%(default)s)")
+    add("--documents", type=_natural, default=3, metavar="N", help="number to show (%(default)s)")
     show.set_defaults(run=_run_show)
     packed = commands.add_parser(
         "packing", help="show how documents fill sequences", description=_PACKING

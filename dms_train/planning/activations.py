@@ -2,7 +2,7 @@
 
 Counted from the modules of `mcore` one saved tensor at a time; the tests compare the counts with
 the tensors that a real step holds. Letters: t tokens of a microbatch, b its samples, h hidden size,
-f MLP size, q and k channels of all query and all KV heads, p bytes of a number.
+f MLP size, q and k channels of all query and KV heads, p bytes of a number.
 """
 
 from __future__ import annotations

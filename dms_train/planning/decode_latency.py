@@ -24,7 +24,7 @@ class DecodeStep:
         reads: Bytes read from memory.
         kv_reads: Bytes of keys and values among them.
         seconds: Expected duration.
-        memory_bound: Whether memory traffic takes longer than computation.
+        memory_bound: True if memory traffic takes longer than computation.
         kv_share: Time to read keys and values over the duration.
     """
 

@@ -97,7 +97,7 @@ def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
         line: Tokens of a line.
 
     Raises:
-        DataError: What must be hidden does not fit.
+        DataError: The lines to hide do not fit.
     """
     most = lines_that_fit(context, taken, line)
     size = taken * ((context + 1) / taken) ** rng.random() ** 2
@@ -108,7 +108,7 @@ def lines_that_fit(context: int, taken: int, line: int) -> int:
     """Return the number of filler lines that fit beside `taken` tokens.
 
     Raises:
-        DataError: What must be hidden does not fit.
+        DataError: The lines to hide do not fit.
     """
     if taken > context:
         raise DataError(

@@ -10,8 +10,8 @@ numbers on the right; the right side over the left one is the answer:
 
     ... : 60 / 5 = 12 . ANS 12 <eod>
 
-The form is that of `algebra__linear_1d` of DeepMind's mathematics data set, with longer sides and
-with numbers, sums and answers from 1 to 100, each one word. Training documents have 2 to 20 terms
+The form follows `algebra__linear_1d` of DeepMind's mathematics data set, with longer sides.
+Numbers, sums and answers are from 1 to 100, each one word. Training documents have 2 to 20 terms
 of each kind, as many of one as of the other; problems have as many as they are asked for.
 
 A solver must remember each term until it is collected, once, while the working passes over
@@ -58,8 +58,8 @@ def _equation(rng: random.Random, factors: list[int], numbers: list[int]) -> lis
 
     Args:
         rng: Draws the unknown, the order and the sides.
-        factors: Factors of the unknown, as they add to the left side.
-        numbers: Numbers, as they add to the right side.
+        factors: Factors of the unknown, with the signs of the left side.
+        numbers: Numbers, with the signs of the right side.
     """
     unknown = ID[rng.choice(LETTERS)]
     kinds = [False] * len(numbers) + [True] * len(factors)

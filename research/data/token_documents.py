@@ -193,8 +193,8 @@ class DocumentDrawer:
 def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
     """Make one shard, showing progress on stderr.
 
-    The manifest records the settings, and which share of all drawn documents ends within 128, 256
-    and more tokens after its prompt, and which share has each trait.
+    The manifest records the settings, and the shares of all drawn documents that end within 128,
+    256 and more tokens after the prompt. It also records the share with each trait.
 
     Raises:
         DataError: The output exists or cannot be written, or no drawn document is long enough.

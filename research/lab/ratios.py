@@ -3,10 +3,10 @@
     python -m research lab-ratios outputs/lab/recall --figure ratios.svg
 
 prints a table for each task of short answers. A cell has the share of right answers over all seeds
-with a 95 % interval over the problems, the minimum and maximum of the seeds, and the peak tokens of
-a KV head, the mean over the problems. Policies are not trained and have no seeds. They run on the
-teacher with as many tokens as DMS of the first seed holds. All rows use the problems that every run
-has evaluated. The figure has the shares with their intervals, a panel for each task.
+with a 95 % interval over the problems, and the minimum and maximum of the seeds. It also has the
+peak tokens of a KV head, the mean over the problems. Policies are not trained and have no seeds;
+they run on the teacher with as many tokens as DMS of the first seed holds. All rows use problems
+that every run has evaluated. The figure has the shares with their intervals, a panel for each task.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     python -m research lab s --seconds 570
 
 makes data of Countdown (`--tasks` makes a mixture), pretrains the teacher
-`experiment=lab_teacher_s`, retrofits it to CR 4, 8, 16 and 32 one after the other, evaluates all of
-them with `dms-eval` (every length with every number of chains), evaluates the teacher with cache
-policies that get as many tokens as the retrofitted models hold, and writes `dms-eval report`. Every
+`experiment=lab_teacher_s`, and retrofits it to CR 4, 8, 16 and 32 one after the other. It evaluates
+all of them with `dms-eval`, every length with every number of chains. It evaluates the teacher with
+cache policies at the token budgets of the retrofitted models, and writes `dms-eval report`. Every
 step is a command of this project, in a process of its own; its output goes to FOLDER/logs.
 
 `recall` has a teacher of the same size that learns three tasks of short answers (needles, variables
-and equations), retrofitted to CR 2, 3 and 4 with DMS and with DMC; `python -m research lab-ratios
-FOLDER` prints the table of its methods.
+and equations). It is retrofitted to CR 2, 3 and 4 with DMS and with DMC. `python -m research
+lab-ratios FOLDER` prints the table of its methods.
 
 A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--seconds` the
 running commands are told to stop. They keep their progress, and the exit code is 3; the same

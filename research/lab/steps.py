@@ -83,7 +83,7 @@ class Step:
         words: Arguments of python; called when the steps that it needs have finished.
         needs: Names of those steps.
         ranks: Processes, one for each GPU that it takes; 1 shares a GPU with other commands.
-        repeats: Whether every call runs it.
+        repeats: True if every call runs it.
     """
 
     name: str
