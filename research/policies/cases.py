@@ -1,6 +1,6 @@
 """Cases of the comparison: every policy without training at every ratio, and exports.
 
-Windows and intervals are smaller than the defaults, which suit prompts of thousands of tokens. For
+Windows and intervals are smaller than the defaults, which fit prompts of thousands of tokens. For
 policies that evict only at the end of a prompt, the ratio is that of the prompt. For others it
 covers prompt and generated text.
 """
