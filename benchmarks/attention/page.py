@@ -122,16 +122,16 @@ def draw(record: dict[str, Any], file: Path) -> None:
 
     bandwidth = record["ceilings"]["copy_bytes_per_s"]
     product = record["ceilings"]["gemm_flops_per_s"]
-    measured = list(points(record))
-    low = min([1.0, *(point.intensity for point in measured)]) / 2
-    high = max([1e3, *(point.intensity for point in measured)]) * 2
+    plotted = list(points(record))
+    low = min([1.0, *(point.intensity for point in plotted)]) / 2
+    high = max([1e3, *(point.intensity for point in plotted)]) * 2
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     ridge = product / bandwidth
     axes.plot([low, ridge, high], [low * bandwidth, product, product], color="black", linewidth=1)
     axes.annotate("copy bandwidth", (low * 2, low * 2 * bandwidth), va="top")
     axes.annotate("large bf16 product", (high, product), ha="right", va="bottom")
-    for number, series in enumerate(dict.fromkeys(point.series for point in measured)):
-        mine = [point for point in measured if point.series == series]
+    for number, series in enumerate(dict.fromkeys(point.series for point in plotted)):
+        mine = [point for point in plotted if point.series == series]
         axes.plot(
             [point.intensity for point in mine],
             [point.flops_per_s for point in mine],
@@ -142,7 +142,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="operations / byte", ylabel="operations / s")
     axes.set_title(f"Attention on {record['device']}")
     axes.grid(visible=True, which="both", alpha=0.2)
-    if measured:
+    if plotted:
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -103,7 +103,7 @@ def recorded(path: Path, most: int) -> list[Lengths]:
     Raises:
         ValueError: There is no request, or a line lacks a length.
     """
-    lengths_list = []
+    requests = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
@@ -111,7 +111,7 @@ def recorded(path: Path, most: int) -> list[Lengths]:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}, line {number}: needs prompt_tokens and tokens") from None
         if min(lengths) > 0 and sum(lengths) <= most:
-            lengths_list.append(lengths)
-    if not lengths_list:
+            requests.append(lengths)
+    if not requests:
         raise ValueError(f"{path}: no request of 1 to {most} tokens")
-    return lengths_list
+    return requests

@@ -177,23 +177,21 @@ def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | Confi
     )
 
 
-def _same_on_all_ranks(config: RunConfig, newest: StartPoint | ConfigError) -> StartPoint:
+def _same_on_all_ranks(config: RunConfig, start: StartPoint | ConfigError) -> StartPoint:
     """Return the oldest checkpoint that any rank found; an error on one rank is raised on all."""
     while True:
-        for refused in groups.values(newest if isinstance(newest, ConfigError) else None):
+        for refused in groups.values(start if isinstance(start, ConfigError) else None):
             if refused is not None:
                 raise refused
-        assert isinstance(newest, StartPoint)
-        assert newest.student is not None
-        names = groups.values(newest.student.name)
+        assert isinstance(start, StartPoint)
+        assert start.student is not None
+        names = groups.values(start.student.name)
         if min(names) == max(names):
-            return newest
-        if newest.student.name != min(names):
-            why = (
-                f"checkpoint {newest.student}: another rank cannot use it; use an older checkpoint"
-            )
+            return start
+        if start.student.name != min(names):
+            why = f"checkpoint {start.student}: another rank cannot use it; use an older checkpoint"
             logger().warning("skipped: %s", why)
-            newest = _older(config, newest, why)
+            start = _older(config, start, why)
 
 
 def write(config: RunConfig, *, is_main_rank: bool) -> None:

@@ -67,14 +67,14 @@ def cases(ratios: list[float], exports: list[Path]) -> list[Case]:
     Raises:
         EvaluationError: A model is dense.
     """
-    listed = [Case(method=DENSE, cr=1)]
+    all_cases = [Case(method=DENSE, cr=1)]
     for name in policy_names():
         if name not in (AUTO, DENSE) and not policy_kind(name).trained:
             own = OPTIONS.get(name, {})
-            listed += [Case(method=name, cr=ratio, options=own) for ratio in ratios]
+            all_cases += [Case(method=name, cr=ratio, options=own) for ratio in ratios]
     for path in exports:
         spec = read_spec(path)
         if spec is None:
             raise EvaluationError(f"{path}: a dense model; give exports of a trained method")
-        listed.append(Case(method=spec.kind, cr=read_target_cr(path), model=path))
-    return listed
+        all_cases.append(Case(method=spec.kind, cr=read_target_cr(path), model=path))
+    return all_cases

@@ -64,8 +64,8 @@ def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    cells_of_words = _word_cells(sequence)
-    rows, columns = (max(values) + 1 for values in zip(*cells_of_words, strict=True))
+    word_cells = _word_cells(sequence)
+    rows, columns = (max(values) + 1 for values in zip(*word_cells, strict=True))
     size = (len(heads) * columns * _COLUMN + 0.4, rows * _ROW + 0.7)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle("dark: held, light: in the window, no colour: evicted", size=8)
@@ -75,7 +75,7 @@ def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
         axes.set(xticks=[], yticks=[])
         state = sequence.held[layer, head].int() * (1 + sequence.left.int())
         cells = torch.zeros(rows, columns, dtype=torch.int32)
-        for cell, word, kind in zip(cells_of_words, sequence.words, state.tolist(), strict=True):
+        for cell, word, kind in zip(word_cells, sequence.words, state.tolist(), strict=True):
             cells[cell] = kind
             row, column = cell
             axes.text(column, row, word.word, color=_TEXT[kind], size=6, ha="center", va="center")
