@@ -64,7 +64,7 @@ def test_a_step_is_the_same(
 ) -> None:
     plan = {"packed": False, **plan}
     loss, reads, gradients = outcome(view, family, preset, recompute, **plan)
-    monkeypatch.setattr(dispatch, "fuses", lambda _: True)
+    monkeypatch.setattr(dispatch, "can_fuse", lambda _: True)
     fused_loss, fused_reads, fused = outcome(view, family, preset, recompute, **plan)
     assert fused_loss == pytest.approx(loss, rel=1e-5)
     assert fused_reads == pytest.approx(reads, rel=1e-5)
