@@ -5,7 +5,7 @@
     python -m benchmarks page | summary | stale
 
 A benchmark writes its record to `NAME.json` in the folder of the device below `--output` after each
-row, with the versions, the command, the commit and the date.
+row. The record has the versions, the command, the commit and the date.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _run(words: list[str]) -> int:
         sub = commands.add_parser(
             name, help=source.title, description=source.text, formatter_class=_FORMAT
         )
-        if words[:1] == [name]:  # the others need not be imported
+        if words[:1] == [name]:  # do not import the other benchmarks
             source.load().add_arguments(sub)
             sub.set_defaults(
                 run=lambda args, source=source, sub=sub: source.load().run(args, sub, words)
@@ -57,12 +57,12 @@ def _add_page(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_others(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    found = commands.add_parser("summary", help="write the speed tables of README.md")
-    found.add_argument("--results", type=Path, default=RESULTS, help="folders of devices")
-    found.add_argument("--page", type=Path, default=summary.PAGE)
-    found.set_defaults(run=lambda args: summary.write(args.results, args.page))
-    found = commands.add_parser("stale", help="list records whose measured code has changed")
-    found.set_defaults(run=lambda _: stale.report())
+    parser = commands.add_parser("summary", help="write the speed tables of README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folders of devices")
+    parser.add_argument("--page", type=Path, default=summary.PAGE)
+    parser.set_defaults(run=lambda args: summary.write(args.results, args.page))
+    parser = commands.add_parser("stale", help="list records whose measured code has changed")
+    parser.set_defaults(run=lambda _: stale.report())
 
 
 def _write_pages(names: list[str], results: Path) -> None:

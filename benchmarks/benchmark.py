@@ -1,4 +1,4 @@
-"""Declaration of a benchmark, and the one way to run it.
+"""Declaration of a benchmark, and its runner.
 
 A module below `benchmarks` that assigns `BENCHMARK` is a benchmark. Its command is the path of the
 module (`serve/online.py` is `serve online`), without `main`. The first line of its docstring is its
@@ -36,7 +36,7 @@ class Page(NamedTuple):
 
     Attributes:
         path: Markdown file with markers.
-        write: Writes the records of all devices into a page, given the folder of results.
+        write: Function of the results folder that writes the records of all devices into a page.
     """
 
     path: Path
@@ -65,23 +65,23 @@ def replace(field_name: str, key: Callable[[Record], Hashable]) -> Callable[[Rec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A benchmark: what it measures, where it stores the results and how it shows them.
+    """A benchmark: its measurements, its record and its tables.
 
     Attributes:
         record: Name of the record; `{option}` stands for an option of the command.
-        measure: Yields the measurements of one case, each as soon as it is there.
-        tables: Shows a record as text.
-        cases: Yields what `measure` takes. The default is a single case, None.
+        measure: Yields the measurements of one case, each as soon as it is complete.
+        tables: Returns a record as text.
+        cases: Yields the cases for `measure`. The default is a single case, None.
         settings: Further fields of the record.
-        store: Puts a measurement into the record.
+        store: Adds a measurement to the record.
         continues: Field whose rows are kept from an earlier run; None starts a new record. Each
             row of a continued record names its own commit (`args.origin`).
-        options: Adds the options of this benchmark alone.
+        options: Adds the options of only this benchmark.
         check: Raises ValueError or OSError for options that cannot be used.
         repeats: Default of `--repeats`; None if there is no such option.
-        device: Whether there is an option `--device`.
+        device: True if there is an option `--device`.
         views: Other ways to show a stored record, by the name of the option.
-        failed: Whether a measurement makes the exit code 1.
+        failed: Returns True for a measurement that makes the exit code 1.
         stored: Records in the repository, for the command `stale`.
         page: Page that quotes the records.
     """
@@ -201,25 +201,25 @@ class Source(NamedTuple):
 
     def load(self) -> Benchmark:
         """Import the module and return its declaration."""
-        found: Benchmark = importlib.import_module(self.module).BENCHMARK
-        return found
+        benchmark: Benchmark = importlib.import_module(self.module).BENCHMARK
+        return benchmark
 
 
 def find() -> dict[str, Source]:
     """Return all benchmarks by name, without importing them."""
-    found = {}
+    sources = {}
     for file in sorted(_MODULES.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         if "\nBENCHMARK = Benchmark(" in text:
             words = file.relative_to(_MODULES).with_suffix("").parts
             name = " ".join(word for word in words if word != "main")
             docstring = ast.get_docstring(ast.parse(text)) or ""
-            found[name] = Source(".".join(("benchmarks", *words)), docstring)
-    return found
+            sources[name] = Source(".".join(("benchmarks", *words)), docstring)
+    return sources
 
 
 def or_skipped(measure: Callable[[], Record]) -> Record:
-    """Return what `measure` returns, or the reason for which it does not fit the GPU."""
+    """Return the result of `measure`, or the reason why it does not fit the GPU."""
     try:
         return measure()
     except torch.cuda.OutOfMemoryError as error:
@@ -234,7 +234,7 @@ def skip_reason(error: Exception) -> str:
 
 
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Return a type of an option that accepts these words."""
+    """Return an argument type that accepts these words."""
     words = tuple(known)
 
     def read(text: str) -> str:
@@ -246,7 +246,7 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def comma_separated(read: Callable[[str], Word]) -> Callable[[str], list[Word]]:
-    """Return a type of an option that takes several words, separated by commas."""
+    """Return an argument type for several words, separated by commas."""
 
     def read_all(text: str) -> list[Word]:
         try:

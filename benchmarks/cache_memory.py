@@ -1,16 +1,16 @@
-"""Bytes of a DMS export's compact cache over time, beside the dense cache of its teacher.
+"""Bytes of a DMS export's compact cache over time, compared with its teacher's dense cache.
 
     python -m benchmarks cache_memory EXPORT --teacher MODEL --prompt-file FILE
 
 Both continue the same prompts greedily by the same number of tokens. After every forward pass the
-engine reports what each sequence's cache holds:
+engine reports the contents of each sequence's cache:
 
-- live bytes: slots of the tokens held. A slot is a key, a value, and their position and state.
+- live bytes: slots of the tokens held. A slot holds a key, a value, and their position and state.
 - allocated bytes: slots reserved, in whole pages (compact) or blocks (dense). Slack is allocated
   over live.
-- taken bytes: what the cache of all sequences together takes from the system, in slabs of pages,
-  page tables included.
-- dense bytes: keys and values alone of every token seen, a lower bound for any dense cache.
+- taken bytes: bytes that the cache of all sequences takes from the system, in slabs of pages,
+  including page tables.
+- dense bytes: only keys and values of every token seen, a lower bound for any dense cache.
 
 The caches are measured between forward passes; scratch memory inside a pass is not part of them. A
 figure `cache_memory.png` is written next to the record.
@@ -75,7 +75,7 @@ def run_trace(llm: LLM, prompts: list[list[int]], tokens: int) -> Trace:
     """Continue prompts of the same length and record the cache after every pass.
 
     Args:
-        llm: Engine with a row for each prompt, so that all advance together.
+        llm: Engine with a batch slot for each prompt, so that all prompts advance together.
         prompts: Token ids.
         tokens: Number of tokens to add; the model's end-of-text tokens do not stop it.
     """
@@ -103,22 +103,22 @@ def read_prompts(llm: LLM, path: Path, count: int, length: int) -> list[list[int
         llm: Engine whose tokenizer and limits apply.
         path: `.jsonl` with a "text" field, or `.txt` with a text per line.
         count: Number of prompts.
-        length: Number of tokens of each.
+        length: Number of tokens of each prompt.
 
     Raises:
-        InferenceError: There are too few, or the model has no tokenizer.
+        InferenceError: There are too few prompts, or the model has no tokenizer.
     """
     if llm.tokenizer is None:
         raise InferenceError("the export has no tokenizer.json; export it with one")
-    found: dict[tuple[int, ...], None] = {}
+    prefixes: dict[tuple[int, ...], None] = {}
     for document in read_documents(path, InputRule(text_split=EVERY_LINE)):
         ids = llm.tokenizer.encode(str(document.content))[:length]
         if len(ids) == length:
-            found[tuple(ids)] = None
-        if len(found) == count:
-            return [list(ids) for ids in found]
+            prefixes[tuple(ids)] = None
+        if len(prefixes) == count:
+            return [list(ids) for ids in prefixes]
     raise InferenceError(
-        f"{path}: {len(found)} texts begin with {length} tokens each in its own way, "
+        f"{path}: {len(prefixes)} texts begin with {length} tokens each in its own way, "
         f"{count} are needed; lower --prompts or give more texts"
     )
 
@@ -146,7 +146,7 @@ def key_value_bytes(llm: LLM) -> int:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return median, least and most."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -156,7 +156,7 @@ def compare(ours: Trace, dense: Trace, token_bytes: int) -> dict[str, dict[str, 
     Args:
         ours: The export on the compact cache.
         dense: The teacher on the dense cache.
-        token_bytes: As from `key_value_bytes`.
+        token_bytes: Result of `key_value_bytes`.
     """
     rows = {}
     for measure, (name, against) in _MEASURES.items():
@@ -190,7 +190,7 @@ def series(trace: Trace) -> dict[str, Any]:
 
 
 def cost(trace: Trace) -> dict[str, Any]:
-    """Return the engine's own accounting, by prompt and of all together."""
+    """Return the engine's own accounting, by prompt and for all prompts."""
     requests = []
     for kv in trace.requests:
         row = {f.name: getattr(kv, f.name) for f in fields(kv) if f.name != "cr_factors"}
@@ -244,7 +244,7 @@ def draw(ours: Trace, dense: Trace, token_bytes: int, path: Path) -> None:
 
 
 def setting(args: Args, llm: LLM) -> dict[str, Any]:
-    """Return everything that a reader needs to repeat the run."""
+    """Return all settings that are needed to repeat the run."""
     a, spec = llm.architecture, llm.spec
     assert spec is not None
     return {

@@ -43,7 +43,7 @@ def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
     engine = _engine(args, view)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = Path(folder) / "step_00000001"
-        engine.save(path, {})  # the first one creates the optimizer's state
+        engine.save(path, {})  # the first save creates the optimizer's state
         rows = {
             "blocked, in the background": _background(engine, path, args.repeats),
             "blocked, waiting": _seconds(lambda: engine.save(path, {}), args.repeats),
@@ -93,7 +93,7 @@ def _engine(args: Args, view: groups.ParallelView) -> McoreEngine:
 
 
 def _background(engine: McoreEngine, path: Path, repeats: int) -> dict[str, float]:
-    """Time beginning and finishing a save, without the writing in between."""
+    """Time the start and the end of a background save, without the writing in between."""
     times = []
     for _ in range(repeats):
         since = time.perf_counter()

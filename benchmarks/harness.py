@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on the inference engine beside its own class for transformers.
+"""lm-evaluation-harness on the inference engine and on its own class for transformers.
 
     python -m benchmarks harness MODEL --device cuda --dtype bfloat16
     python -m benchmarks harness Llama-3.2-1B --device cuda --dtype float32
@@ -6,18 +6,18 @@
 A shape of the benchmark `serve` in place of a model is exported first, with random weights.
 
 `ours` is `EngineLM`: scheduled requests on the compact cache. `transformers` is the harness' `HFLM`
-on the code that a DMS export carries, by default with the torch operations of the export
-(`--export-kernels auto` takes the kernels of this package where it is installed), in batches of
-`--batch-size`. Both answer the same requests over texts of random tokens: one warm-up, then
-`--repeats` times with other texts.
+on the code of a DMS export, in batches of `--batch-size`. By default it uses the export's torch
+operations; `--export-kernels auto` takes the kernels of this package if it is installed. Both
+answer the same requests over texts of random tokens: one warm-up, then `--repeats` times with
+other texts.
 
 - generate: greedy answers of at most `--new-tokens` tokens.
 - choices: likelihoods of `--choices` answers to each question. All questions begin with the same
   examples, which are three quarters of the prompt.
 - rolling: likelihoods of whole texts.
 
-On a CPU only the ratios mean something. Answers are compared: the share of texts that are equal,
-and the largest difference of log-likelihoods, which `--dtype` decides.
+On a CPU only the ratios mean something. The comparison of answers gives the share of equal texts
+and the largest difference of log-likelihoods, which depends on `--dtype`.
 """
 
 from __future__ import annotations
@@ -82,17 +82,17 @@ def requests(case: str, texts: Texts, args: Args) -> list[Instance]:
 
     shared = texts.draw(int(_EXAMPLES * args.prompt_tokens))
     rest = args.prompt_tokens - int(_EXAMPLES * args.prompt_tokens)
-    found: list[tuple[Any, ...]] = []
+    arguments: list[tuple[Any, ...]] = []
     for _ in range(args.documents):
         if case == "generate":
             how = {"until": [], "do_sample": False, "max_gen_toks": args.new_tokens}
-            found.append((texts.draw(args.prompt_tokens), how))
+            arguments.append((texts.draw(args.prompt_tokens), how))
         elif case == "choices":
             question = f"{shared} {texts.draw(rest)}"
-            found += [(question, " " + texts.draw(_ANSWER_TOKENS)) for _ in range(args.choices)]
+            arguments += [(question, " " + texts.draw(_ANSWER_TOKENS)) for _ in range(args.choices)]
         else:
-            found.append((texts.draw(args.prompt_tokens),))
-    return [Instance(CASES[case], {}, given, number) for number, given in enumerate(found)]
+            arguments.append((texts.draw(args.prompt_tokens),))
+    return [Instance(CASES[case], {}, given, number) for number, given in enumerate(arguments)]
 
 
 def timed(
@@ -171,7 +171,7 @@ def build(args: Args, model: str) -> dict[str, Any]:
         batch_size=args.batch_size,
     )
     generation = other.model.generation_config
-    if generation.eos_token_id is None:  # else rows of a batch go on after their end of text
+    if generation.eos_token_id is None:  # otherwise a batch continues after an end of text
         generation.eos_token_id = other.eot_token_id
     if exported:
         other.model.dms_kernels = args.export_kernels
@@ -179,7 +179,7 @@ def build(args: Args, model: str) -> dict[str, Any]:
 
 
 def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
-    """Yield all cases that are measured, after each of them."""
+    """Yield all cases measured so far, after each case."""
     if args.model not in SHAPES or Path(args.model).exists():
         yield from _compare(args, args.model)
         return
@@ -190,14 +190,14 @@ def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
 
 def _compare(args: Args, model: str) -> Iterator[dict[str, Any]]:
     models = build(args, model)
-    found = {}
+    by_case = {}
     for number, case in enumerate(args.cases):
 
         def draw(repeat: int, case: str = case, number: int = number) -> list[Instance]:
             return requests(case, Texts(models["ours"], 1000 * number + repeat), args)
 
-        found[case] = compare(case, models, draw, args)
-        yield {"cases": found, "cr_factor": models["ours"].engine.kv.cr_factor}
+        by_case[case] = compare(case, models, draw, args)
+        yield {"cases": by_case, "cr_factor": models["ours"].engine.kv.cr_factor}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +222,7 @@ def check(_: Args) -> None:
 
 
 def settings(args: Args) -> dict[str, Any]:
-    """Return the options that decide the numbers."""
+    """Return the options that affect the numbers."""
     names = (
         *("model", "cases", "device", "dtype", "batch_size", "documents", "prompt_tokens"),
         *("new_tokens", "choices", "repeats", "export_kernels"),

@@ -2,9 +2,9 @@
 
     python -m benchmarks openr1_rows --tokenizer MODEL --rows 20000 --workers 2
 
-Makes a parquet file of random rows, prepares it once undisturbed and once killed with SIGKILL and
-started again, and compares the manifests byte by byte. Memory is the sum over the processes of the
-command, sampled every half second.
+Makes a parquet file of random rows and prepares it twice: once undisturbed, and once killed with
+SIGKILL and started again. Compares the manifests byte by byte. Memory is the sum over the processes
+of the command, sampled every half second.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Finished(NamedTuple):
 
     Attributes:
         seconds: Time until it ended.
-        memory: Bytes of all its processes at every sample.
-        killed: Whether it was killed.
+        memory: Bytes of all processes at every sample.
+        killed: True if the command was killed.
     """
 
     seconds: float
@@ -90,7 +90,7 @@ def run(command: list[str], kill_after: int | None = None) -> Finished:
 
     Args:
         command: Command line of `dms-data`.
-        kill_after: Number of rows after which it is killed; None lets it end.
+        kill_after: Number of rows after which the command is killed; None lets it end.
     """
     import psutil
 
@@ -113,7 +113,7 @@ def _rows_done(prefix: Path) -> int:
     state = Path(f"{prefix}.work") / "state.json"
     try:
         return int(json.loads(state.read_text())["next_row"])
-    except FileNotFoundError:  # not begun, or finished
+    except FileNotFoundError:  # the command has not begun, or has finished
         return 0
 
 
@@ -124,7 +124,7 @@ def _memory(process: psutil.Process) -> int:
     for one in [process, *process.children(recursive=True)]:
         try:
             total += one.memory_info().rss
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has just ended
             continue
     return total
 

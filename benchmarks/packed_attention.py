@@ -1,4 +1,4 @@
-"""Training attention of packed documents beside that of one document of the same length.
+"""Training attention of packed documents and of one document of the same length.
 
     python -m benchmarks packed_attention
 
@@ -77,7 +77,7 @@ def _backward(call: Call, out: Tensor) -> Any:
 
 
 def bounds(length: int, parts: tuple[int, ...]) -> list[int]:
-    """Return where documents with these shares of 64 start in a sequence, and its end."""
+    """Return the starts of documents with these shares of 64 in a sequence, and its end."""
     return [0, *(length * end // 64 for end in accumulate(parts))]
 
 

@@ -1,10 +1,10 @@
-"""A decode step under cache policies whose KV lists hold equally many tokens, beside DMS.
+"""Decode step of cache policies and of DMS, with equally many tokens in each KV list.
 
     python -m benchmarks policies_decode [POLICY ...]
 
 The lists hold random keys and values: as many tokens as a budget leaves of `--context` tokens, with
-positions from 0 on. Quest holds the whole context. Steps are those of the engine: one captured
-graph with the whole model and the sampler, launched before the previous step is done. On a CPU the
+positions from 0 on. Quest holds the whole context. The engine runs the steps: one captured graph
+with the whole model and the sampler, launched before the previous step has finished. On a CPU the
 kernels need TRITON_INTERPRET=1, and sizes are small.
 """
 
@@ -38,12 +38,12 @@ from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.decode.types import Step
 
-KEPT = 0.125  # of the tokens beyond the window, with DMS
+KEPT = 0.125  # share of the tokens beyond the window that DMS keeps
 POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o", "quest")
 _UNBUDGETED = ("dms", "keep_all", "window")
-_PAGE = EngineOptions().page_slots  # and of Quest
-_AT_ONCE = 4  # sequences that are filled together
-_FEWEST = 5  # steps of which a median and a spread are meaningful
+_PAGE = EngineOptions().page_slots  # also the page size of Quest
+_AT_ONCE = 4  # number of sequences that are filled together
+_FEWEST = 5  # least number of steps for a meaningful median and spread
 
 
 class Sizes(NamedTuple):
@@ -51,10 +51,10 @@ class Sizes(NamedTuple):
 
     Attributes:
         shape: Model, one of `benchmarks.serve.models.SHAPES`.
-        sequences: Sequences of a step.
-        context: Tokens of each so far.
-        budget: Tokens that every KV list holds.
-        steps: Decode steps.
+        sequences: Number of sequences in a step.
+        context: Number of tokens of each sequence so far.
+        budget: Number of tokens that every KV list holds.
+        steps: Number of decode steps.
     """
 
     shape: str
@@ -86,7 +86,7 @@ def check(args: Args) -> None:
 
 
 def sizes_of(args: Args) -> Sizes:
-    """Return what the options ask for."""
+    """Return the sizes that the options request."""
     on_gpu = args.device.type == "cuda"
     shape, sequences, context, steps = (
         ("Llama-3.1-8B", 32, 8192, 64) if on_gpu else ("small", 2, 128, _FEWEST)
@@ -148,7 +148,7 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
     times, lists = _steps(graphs, cache.pool, sizes, held)
     read, live = (x.float().mean().item() for x in cache.counts(lists))
     low, *_, high = statistics.quantiles(times, n=5)
-    found = {
+    figures = {
         "step_ms": round(1e3 * statistics.median(times), 3),
         "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
         "read": round(read, 1),
@@ -156,8 +156,8 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
         "bytes": _bytes_read(model, sizes, read, live if isinstance(policy, QuestPolicy) else 0),
     }
     if device.type == "cuda":
-        found["cache_ms"] = round(_cache_ms(cache, model, sizes, held), 3)
-    return found
+        figures["cache_ms"] = round(_cache_ms(cache, model, sizes, held), 3)
+    return figures
 
 
 def _bytes_read(model: LoadedModel, sizes: Sizes, read: float, bounded: float) -> int:
@@ -168,11 +168,11 @@ def _bytes_read(model: LoadedModel, sizes: Sizes, read: float, bounded: float) -
 
 
 def _cache_bytes(model: LoadedModel, sizes: Sizes, held: int) -> int:
-    """Return the bytes for the tokens held, and for those of the steps."""
+    """Return the bytes for the tokens held and for the tokens of the steps."""
     a = model.architecture
-    places = -(-(held + 3 * sizes.steps) // _PAGE) + 2
+    num_pages = -(-(held + 3 * sizes.steps) // _PAGE) + 2
     page = 2 * (_PAGE + 1) * a.kv_channels * model.dtype.itemsize + 8
-    return sizes.sequences * a.num_layers * a.num_query_groups * places * page + page
+    return sizes.sequences * a.num_layers * a.num_query_groups * num_pages * page + page
 
 
 def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> None:
@@ -204,7 +204,7 @@ def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> No
 def _steps(
     graphs: DecodeGraphs, pool: DevicePool, sizes: Sizes, held: int
 ) -> tuple[list[float], torch.Tensor]:
-    """Return the seconds of each step, and the state that the last one reports to the host."""
+    """Return the seconds of each step, and the state that the last step reports to the host."""
     b = sizes.sequences
     times, before, since = [], None, 0.0
     for step in range(sizes.steps):

@@ -1,4 +1,4 @@
-"""Stored records of benchmarks: the code that they measured, and their tables printed again."""
+"""Stored records of benchmarks: their tables, and the code that they measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_RECORDED = f"no git repository, and {VARIABLE} is not set"
 
 
 class Table(NamedTuple):
-    """Records of one kind. The package of every benchmark lists its own as `TABLES`.
+    """Records of one kind; every benchmark lists its records as `stored`.
 
     Attributes:
         records: Pattern of the file names below `RESULTS`.
@@ -64,12 +64,12 @@ def origin(root: Path = ROOT) -> dict[str, Any]:
 def git(root: Path, *words: str) -> str | None:
     """Return the output of a git command; None if it fails or git is missing."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def measured_at(entry: dict[str, Any]) -> str:
@@ -137,8 +137,8 @@ def stored_records(results: Path, name: str) -> list[dict[str, Any]]:
         results: Folders of devices.
         name: File name of the records.
     """
-    found = [json.loads(file.read_text()) for file in results.glob(f"*/{name}")]
-    on_gpus = [record for record in found if not record["device"].startswith("CPU")]
+    records = [json.loads(file.read_text()) for file in results.glob(f"*/{name}")]
+    on_gpus = [record for record in records if not record["device"].startswith("CPU")]
     return sorted(
         on_gpus, key=lambda record: (_names_commits(record), newest(record)), reverse=True
     )
@@ -165,8 +165,8 @@ def write_page(page: Path, results: str, name: str = "results") -> None:
         EvaluationError: The page lacks a marker.
     """
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    before, opened, rest = page.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed:
+    if not opened or not closed:
         raise EvaluationError(f"{page}: add the lines {begin} and {end} around the results")
     page.write_text(f"{before}{begin}\n{results}\n{end}{after}", encoding="utf-8")

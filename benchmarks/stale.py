@@ -2,9 +2,9 @@
 
     python -m benchmarks stale
 
-Every benchmark lists its stored records with the code that they measure. A record, or each of its
-rows, names its commit; where none is named, the commit that added the file is taken. Prints the
-records with later commits to that code.
+Every benchmark lists its stored records with the measured code. A record, or each of its rows,
+names its commit; otherwise the commit that added the file is taken. The command prints the records
+with later commits to that code.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Stale(NamedTuple):
 
 def tables() -> list[Table]:
     """Return the stored records of all benchmarks and experiments."""
-    found = [records for source in find().values() for records in source.load().stored]
+    stored = [records for source in find().values() for records in source.load().stored]
     for package in pkgutil.iter_modules(research.__path__, "research."):
         if package.ispkg:
-            found += getattr(importlib.import_module(package.name), "TABLES", ())
-    return found
+            stored += getattr(importlib.import_module(package.name), "TABLES", ())
+    return stored
 
 
 def commits(value: Any) -> set[str]:
@@ -66,7 +66,7 @@ def stale(root: Path, known: list[Table]) -> Iterator[Stale]:
         known: Tables to check.
 
     Raises:
-        EvaluationError: A file is no record, or a commit is unknown.
+        EvaluationError: A file is not a record, or a commit is unknown.
     """
     for records in known:
         for file in sorted(root.glob(f"*/results/{records.records}")):
@@ -107,9 +107,9 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def text(found: list[Stale]) -> str:
+def text(entries: list[Stale]) -> str:
     """Return a table of stale records."""
-    return table(COLUMNS, [entry._asdict() for entry in found])
+    return table(COLUMNS, [entry._asdict() for entry in entries])
 
 
 def report() -> None:
@@ -120,5 +120,5 @@ def report() -> None:
     """
     if git(ROOT, "rev-parse", "HEAD") is None:
         raise EvaluationError(f"{ROOT}: not a git repository; the history of the code is needed")
-    found = list(stale(ROOT, tables()))
-    print(text(found) if found else "no stale table")
+    entries = list(stale(ROOT, tables()))
+    print(text(entries) if entries else "no stale table")

@@ -31,7 +31,7 @@ def write(results: Path, page: Path) -> None:
 
 
 def text(results: Path) -> str:
-    """Return two tables: serving, and what is measured beside one peer."""
+    """Return two tables: serving, and comparisons with one peer."""
     engine, dms = "engine: dense / vLLM, bf16", "DMS: DMS / dense"
     served = stored_records(results, "serve.json")
     shapes = sorted({row["shape"] for record in served for row in record["cases"]})
@@ -44,7 +44,7 @@ def text(results: Path) -> str:
 
 
 def _newest_of(served: list[Record], shape: str) -> Record:
-    """Return the first record that has rows of a shape, with these rows only."""
+    """Return the first record that has rows of a shape, reduced to these rows."""
     mine = (
         {**record, "cases": [row for row in record["cases"] if row["shape"] == shape]}
         for record in served
@@ -67,17 +67,17 @@ def _served(shape: str, record: Record) -> Iterator[list[str]]:
 def _cells(cases: list[list[Record]], value: str) -> Iterator[str]:
     """Yield the cells of all columns, of both ratios and of CR, with one number for each case."""
     for column in COLUMNS:
-        found = [best(rows, column, value).get(value) for rows in cases]
-        shown = [f"{x:.2f}" if isinstance(x, float) else f"{x:,}" for x in found if x is not None]
-        yield ", ".join(shown) if len(shown) == len(found) else "not measured"
+        values = [best(rows, column, value).get(value) for rows in cases]
+        shown = [f"{x:.2f}" if isinstance(x, float) else f"{x:,}" for x in values if x is not None]
+        yield ", ".join(shown) if len(shown) == len(values) else "not measured"
     for over, under in (_ENGINE_GIVES, _DMS_GIVES):
         yield ", ".join(ratio(rows, over, under, value) or "-" for rows in cases)
     yield ", ".join(ratio(rows, "dense", "DMS", "live") or "-" for rows in cases)
 
 
-def _attention(found: list[Record]) -> Iterator[list[str]]:
+def _attention(records: list[Record]) -> Iterator[list[str]]:
     """Yield training attention, and the prefill that evicts most, of one layer of an 8B model."""
-    for record in found[:1]:
+    for record in records[:1]:
         where = f"{record['device']}, {newest(record)}: [attention](docs/performance/attention.md)"
         case = next(c for c in record["train"] if c["shape"]["model"] == _MODEL)
         ms = {row["name"]: row.get("total_ms") for row in case["rows"]}
@@ -97,9 +97,9 @@ def _attention(found: list[Record]) -> Iterator[list[str]]:
         yield [title, "", f"{dense} (cuDNN)", ours, where]
 
 
-def _training(found: list[Record]) -> Iterator[list[str]]:
+def _training(records: list[Record]) -> Iterator[list[str]]:
     """Yield the step of Qwen2.5 1.5B on one GPU, with the faster layers of each."""
-    for record in found[:1]:
+    for record in records[:1]:
         rows = [r for r in record["rows"] if "failed" not in r and _one_gpu(r["case"])]
         peer, dense, dms = (
             min((r for r in rows if (r["case"]["subject"], r["case"]["kind"]) == wanted), key=_step)

@@ -8,7 +8,7 @@ from typing import Any
 from dms_train.tables import markdown_table
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], object]]  # title, and what it shows of a row
+Column = tuple[str, Callable[[Row], object]]  # title, and content for a row
 
 
 def table(columns: Sequence[Column], rows: Iterable[Row], names: int | None = 1) -> str:

@@ -81,24 +81,27 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str | None]:
-    """Return the versions of everything that a time depends on."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    """Return the versions of all software that affects times."""
+    by_name: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if device.type == "cuda":
         import triton
 
-        found |= {
+        by_name |= {
             "triton": triton.__version__,
             "cuda": torch.version.cuda,
             "cudnn": str(torch.backends.cudnn.version()),
         }
-    return found
+    return by_name
 
 
 class Busy:
     """Share of the time in which a GPU computes, by NVML, while a block runs.
 
     Attributes:
-        share: Mean of what NVML reported; None on a CPU or without nvidia-ml-py.
+        share: Mean of NVML's samples; None on a CPU or without nvidia-ml-py.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Losses of the output layer: time and memory of ours and of other implementations.
+"""Losses of the output layer: time and memory of our and other implementations.
 
     python -m benchmarks vocab_loss
 
@@ -50,7 +50,7 @@ SMALL = (Case("small", 96, 32, 3000),)
 
 
 class Inputs(NamedTuple):
-    """Everything the losses read; `d_losses` is the gradient of each token's loss."""
+    """Inputs of the losses; `d_losses` is the gradient of each token's loss."""
 
     student: Projection
     teacher: Projection
@@ -112,9 +112,9 @@ def _row(way: _Way, given: Inputs, exact: _Result) -> dict[str, Any]:
     return row
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    """Return the norm of the difference, relative to that of the exact tensor."""
-    return ((found.float() - exact.float()).norm() / exact.float().norm()).item()
+def _error(computed: Tensor, exact: Tensor) -> float:
+    """Return the norm of the difference divided by the norm of the exact tensor."""
+    return ((computed.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
 def _gradients(given: Inputs, loss: Tensor) -> _Result:

@@ -1,4 +1,4 @@
-"""Tokenizer whose tokens are words between blanks, for models that are made here."""
+"""Tokenizer whose tokens are words between blanks, for models of the experiments."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from research.registration import register
 
 
 class Command(NamedTuple):
-    """Command of one word.
+    """Command of an experiment.
 
     Attributes:
         module: Module with a function `main(arguments)`, which returns the exit code.

@@ -5,7 +5,7 @@
 
 `solve` answers exam problems with every export below a folder and writes `accuracy.json` into its
 run folder. Decoding is greedy through the export's hard-masked forward pass, whole sheets at a
-time; the tests of inference show that the compact cache gives the same tokens.
+time. The inference tests show that the compact cache gives the same tokens.
 
 `report` prints one table for each ablation and draws accuracy against the compression ratio and
 against training tokens.
@@ -36,9 +36,9 @@ _RESULT = "accuracy.json"
 
 
 def greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Continue token lists greedily by recomputing everything in each step.
+    """Continue token lists greedily; every step recomputes the whole sequence.
 
-    Rows are padded on the right; later tokens do not change attention or decisions of earlier ones.
+    Rows are padded on the right, because later tokens do not affect earlier ones.
     """
     device = next(model.parameters()).device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -87,30 +87,30 @@ def _solve(args: argparse.Namespace) -> None:
     mine = runs[args.part :: args.parts]
     for run in mine:
         if not (run / _RESULT).is_file():
-            found = solve_run(run, sheets, args.max_tokens, args.device)
-            (run / _RESULT).write_text(json.dumps(found) + "\n")
-            print(f"{run}: {_accuracy([found])}", flush=True)
+            result = solve_run(run, sheets, args.max_tokens, args.device)
+            (run / _RESULT).write_text(json.dumps(result) + "\n")
+            print(f"{run}: {_accuracy([result])}", flush=True)
 
 
 Results = dict[str, list[dict[str, Any]]]
 
 
-def _accuracy(found: list[dict[str, Any]]) -> Estimate:
+def _accuracy(results: list[dict[str, Any]]) -> Estimate:
     """Estimate accuracy over sheets; resampling draws a sheet together with all of its seeds."""
-    hits = [sum(column) for column in zip(*(f["hits"] for f in found), strict=True)]
-    problems = [sum(column) for column in zip(*(f["problems"] for f in found), strict=True)]
+    hits = [sum(column) for column in zip(*(f["hits"] for f in results), strict=True)]
+    problems = [sum(column) for column in zip(*(f["problems"] for f in results), strict=True)]
     return ratio([float(h) for h in hits], [float(p) for p in problems])
 
 
 def _results(folder: Path) -> dict[str, Results]:
     """Read results by ablation and setting; the last folder of a run is its seed."""
-    found: dict[str, Results] = defaultdict(lambda: defaultdict(list))
+    results: dict[str, Results] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob(f"*/**/{_RESULT}")):
         ablation, *settings, _ = path.parent.relative_to(folder).parts
-        found[ablation][" ".join(settings) or "-"].append(json.loads(path.read_text()))
-    if not found:
+        results[ablation][" ".join(settings) or "-"].append(json.loads(path.read_text()))
+    if not results:
         raise EvaluationError(f"{folder}: no {_RESULT} in any run; use `solve` first")
-    return found
+    return results
 
 
 def table(name: str, results: Results) -> str:
@@ -153,19 +153,19 @@ def draw(curves: dict[str, Results], axis: Callable[[dict[str, Any]], float], wh
 
 
 def _report(args: argparse.Namespace) -> None:
-    found = _results(args.folder)
-    for name, results in found.items():
+    by_ablation = _results(args.folder)
+    for name, results in by_ablation.items():
         print(f"\n{table(name, results)}")
     args.output.mkdir(parents=True, exist_ok=True)
-    if "eviction" in found:
+    if "eviction" in by_ablation:
         curves = {
-            kind: {k: v for k, v in found["eviction"].items() if k.split()[0] == kind}
+            kind: {k: v for k, v in by_ablation["eviction"].items() if k.split()[0] == kind}
             for kind in ("delayed", "immediate")
         }
         best = {kind: best_rate(results) for kind, results in curves.items() if results}
         draw(best, lambda run: run["cr_factor"], args.output / "ablation_cr.png")
-    if "steps_per_cr" in found:
-        curves = {"delayed, CR 4": found["steps_per_cr"]}
+    if "steps_per_cr" in by_ablation:
+        curves = {"delayed, CR 4": by_ablation["steps_per_cr"]}
         draw(curves, lambda run: run["train_tokens"] / 1e6, args.output / "ablation_tokens.png")
 
 

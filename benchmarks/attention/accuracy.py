@@ -3,9 +3,9 @@
     python -m benchmarks attention accuracy
 
 The reference is `train_attention.reference` in float64 on the same inputs. The baseline is SDPA in
-the dtype of the inputs with the bias of every query and key in memory; its gradient by the bias,
-summed over queries, is the baseline of the logits' gradient. An error is the Euclidean norm of
-the difference. Decisions are random, exactly 0 and exactly 1.
+the dtype of the inputs, with the bias of every query and key in memory. Its gradient with respect
+to the bias, summed over queries, is the baseline of the logits' gradient. An error is the Euclidean
+norm of the difference. Decisions are random, exactly 0 and exactly 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUND = 2.0
 _SIZES = (16, 33, 64, 72, 80, 96, 128, 200, 256)
 _HEADS = ((1, 1), (6, 2), (4, 4), (14, 2), (8, 1), (3, 3), (12, 3), (8, 2))
 _DTYPES = (torch.bfloat16, torch.float16)
-# What kernels are compiled for, so that 200 cases do not take 200 compilations.
+# Kernels are compiled once for each family, so that 200 cases do not take 200 compilations.
 FAMILIES = [
     (d, dtype, _HEADS[(3 * number + offset) % len(_HEADS)])
     for number, d in enumerate((*_SIZES, 64, 128))
@@ -48,7 +48,7 @@ _ROUNDING, _CANCELLING = 1 / 8, 1e-4
 
 
 class Case(NamedTuple):
-    """Random inputs; `hard` decisions are 0 and 1 alone."""
+    """Random inputs; `hard` decisions are only 0 and 1."""
 
     shape: Shape
     window: int
@@ -120,16 +120,18 @@ def _results(call: Call) -> list[Tensor]:
     return [out.detach(), *call.backward(out)]
 
 
-def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-    """Return the error of `found` over the error of `peer`, by name of the result.
+def error_ratios(
+    results: list[Tensor], peer: list[Tensor], truth: list[Tensor]
+) -> dict[str, float]:
+    """Return the error of `results` divided by the error of `peer`, by name of the result.
 
-    Errors below that of rounding the true result to its dtype count as that rounding error, so that
-    an exact peer does not make ratios infinite. For results that cancel to nearly zero the lower
+    The lower bound of an error is the error of rounding the true result to its dtype, so that an
+    exact peer does not make ratios infinite. For results that cancel to nearly zero, the lower
     bound is 1e-4 of the error of rounding the largest result to 16 bits.
     """
-    least = _CANCELLING * torch.finfo(found[0].dtype).eps * max(float(x.norm()) for x in truth)
+    least = _CANCELLING * torch.finfo(results[0].dtype).eps * max(float(x.norm()) for x in truth)
     ratios = {}
-    for name, a, b, t in zip(NAMES, found, peer, truth, strict=True):
+    for name, a, b, t in zip(NAMES, results, peer, truth, strict=True):
         floor = max(_ROUNDING * torch.finfo(a.dtype).eps * float(t.norm()), least)
         ours_error, peer_error = (float((x.double() - t).norm()) for x in (a, b))
         ratios[name] = max(ours_error, floor) / max(peer_error, floor)
@@ -152,18 +154,20 @@ def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) ->
     if on_gpu:  # compiling takes nearly all the time
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(len(FAMILIES), mp_context=spawn) as pool:
-            parts = list(pool.map(work, families))
+            by_family = list(pool.map(work, families))
     else:
-        parts = [work(family) for family in families]
-    found = {name: [case for part in parts for case in part[name]] for name in names}
-    worst = {name: {r: _worst(cases, r) for r in NAMES} for name, cases in found.items()}
+        by_family = [work(family) for family in families]
+    by_backend = {name: [case for part in by_family for case in part[name]] for name in names}
+    worst = {name: {r: _worst(cases, r) for r in NAMES} for name, cases in by_backend.items()}
     return {
         "cases": count,
         "bound": BOUND,
         "worst": worst,
-        "median": {name: {r: _median(cases, r) for r in NAMES} for name, cases in found.items()},
+        "median": {
+            name: {r: _median(cases, r) for r in NAMES} for name, cases in by_backend.items()
+        },
         "within": all(w["ratio"] <= BOUND for by in worst.values() for w in by.values()),
-        "backends": found,
+        "backends": by_backend,
     }
 
 
@@ -175,15 +179,15 @@ def _measure_family(
     if on_gpu:
         torch.set_num_threads(1)  # this process is one of many
     longest = _LONGEST if on_gpu else _LONGEST_ON_CPU
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    by_backend: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(family, count, len(FAMILIES)):
         case = draw_case(seed, longest)
         inputs = case_inputs(case, device)
         truth, peer = exact(inputs), sdpa_baseline(inputs)
         for name in names:
             errors = error_ratios(_results(ours(inputs, name)), peer, truth)
-            found[name].append({"case": _described(case), "ratios": errors})
-    return found
+            by_backend[name].append({"case": _described(case), "ratios": errors})
+    return by_backend
 
 
 def _described(case: Case) -> str:
@@ -237,7 +241,7 @@ BENCHMARK = Benchmark(
     options=options,
     measure=_measure,
     store=add_fields,
-    failed=lambda found: not found["within"],
+    failed=lambda row: not row["within"],
     tables=tables,
     stored=(
         Table(

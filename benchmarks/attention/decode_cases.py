@@ -77,11 +77,11 @@ def build_cache(case: Case, device: str = "cuda") -> PagedCache:
     used = int(pages.sum())
     draw = torch.Generator(device).manual_seed(3)
     order = torch.randperm(used + spare, generator=draw, device=device, dtype=torch.int32) + 1
-    places = int(pages.max()) + 16
+    table_width = int(pages.max()) + 16
     size = (used + spare + 1, 2, case.page_slots, case.d)
     slab = torch.empty(size, device=device, dtype=torch.bfloat16).normal_(generator=draw)
-    table = torch.zeros(*lengths.shape, places, dtype=torch.int32, device=device)
-    table[torch.arange(places, device=device) < pages[..., None]] = order[:used]
+    table = torch.zeros(*lengths.shape, table_width, dtype=torch.int32, device=device)
+    table[torch.arange(table_width, device=device) < pages[..., None]] = order[:used]
     ring = torch.rand(*lengths.shape, WINDOW + 1, device=device)
     ring = (ring * lengths[..., None]).int() * 2 + (torch.rand_like(ring) < 0.5).int()
     free = torch.cat([order[used:], torch.zeros(used, dtype=torch.int32, device=device)])
@@ -173,13 +173,13 @@ def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[s
             triton_append.append(step, cache, rule, rotated=output)
             triton_decode.attend(output, cache, step.rows, 0.09, memory, output)
 
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for name, calls in (("attend", attend), ("both", both), ("append", append)):
-        found[name], found[f"{name}_iqr"] = graph_times(calls, len(steps))
+        times[name], times[f"{name}_iqr"] = graph_times(calls, len(steps))
         assert int(cache.free.fault) == 0
         for x, y in zip(changed, saved, strict=True):
             x.copy_(y)
-    return found
+    return times
 
 
 def padded_times(case: Case) -> dict[str, float]:
@@ -188,7 +188,7 @@ def padded_times(case: Case) -> dict[str, float]:
     put: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     query = torch.randn(case.sequences, case.heads * case.group, 1, case.d, **put)
     key, value = torch.randn(2, case.sequences, case.heads, longest, case.d, **put)
-    found = {}
+    times = {}
     for name, kind in (
         ("flash", SDPBackend.FLASH_ATTENTION),
         ("cudnn", SDPBackend.CUDNN_ATTENTION),
@@ -200,10 +200,10 @@ def padded_times(case: Case) -> dict[str, float]:
                     F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
         try:
-            found[name] = graph_times(calls, 2)[0]
+            times[name] = graph_times(calls, 2)[0]
         except RuntimeError as refusal:  # a peer that is not available on this machine
             print(f"{name}: {str(refusal).splitlines()[0]}")
-    return found
+    return times
 
 
 def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
@@ -218,13 +218,13 @@ def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
 
     lengths = cache.lengths.flatten()
     pages = (lengths + case.page_slots - 1) // case.page_slots
-    place = torch.arange(cache.table.shape[-1], device="cuda")
-    indices = cache.table.flatten(0, 1)[place < pages[:, None]]
+    column = torch.arange(cache.table.shape[-1], device="cuda")
+    indices = cache.table.flatten(0, 1)[column < pages[:, None]]
     starts = F.pad(pages.cumsum(0, dtype=torch.int32), (1, 0))
     query = build_step(case, 5000).query.view(-1, case.group, case.d)
     kinds = {"q_data_type": query.dtype, "kv_data_type": cache.pages.dtype}
     scratch = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
-    found = {}
+    times = {}
     for name, cores in (("", False), ("_tensor_cores", True)):
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             scratch, "NHD", use_tensor_cores=cores
@@ -239,10 +239,10 @@ def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
                 for _ in range(4):
                     wrapper.run(query, blocks)
 
-            found[f"flashinfer{name}"] = graph_times(calls, 4)[0]
+            times[f"flashinfer{name}"] = graph_times(calls, 4)[0]
         except RuntimeError as refusal:
             print(f"flashinfer{name}: {str(refusal).splitlines()[0]}")
-    return found
+    return times
 
 
 def needed_bytes(case: Case) -> int:

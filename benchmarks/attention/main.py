@@ -1,4 +1,4 @@
-"""Time of attention in training, prefill and decoding, beside other kernels.
+"""Time of attention in training, prefill and decoding, compared with other kernels.
 
     python -m benchmarks attention [--sections train,prefill,decode]
 
@@ -36,16 +36,16 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(section: str, args: Args) -> Iterator[dict[str, Any]]:
     """Yield the rows of a section; prefill and decoding need a GPU."""
     if section == "train":
-        found: dict[str, Any] = {"device": device_name(args.device)}
-        found["train"] = train_cases.measure(args.device)
-        yield found | against_recorded(found, json.loads(RECORDED.read_text()))
+        record: dict[str, Any] = {"device": device_name(args.device)}
+        record["train"] = train_cases.measure(args.device)
+        yield record | against_recorded(record, json.loads(RECORDED.read_text()))
     elif args.device.type == "cuda":
         cases = importlib.import_module(f"benchmarks.attention.{section}_cases")
         yield {section: cases.measure()}
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return the tables of all sections, and whether the peers were as fast as recorded."""
+    """Return the tables of all sections, and a line about the speed of the peers."""
     return "\n".join(_lines(record))
 
 
@@ -61,10 +61,10 @@ def _lines(record: dict[str, Any]) -> Iterator[str]:
             yield f"\n## {name}\n{cases.table(record[name])}"
 
 
-def _ceiling_line(found: dict[str, float]) -> str:
+def _ceiling_line(ceilings: dict[str, float]) -> str:
     return (
-        f"ceilings: copy {found['copy_bytes_per_s'] / 1e12:.3f} TB/s read + written, "
-        f"{found['gemm_edge']:.0f}^3 bf16 GEMM {found['gemm_flops_per_s'] / 1e12:.1f} TFLOP/s"
+        f"ceilings: copy {ceilings['copy_bytes_per_s'] / 1e12:.3f} TB/s read + written, "
+        f"{ceilings['gemm_edge']:.0f}^3 bf16 GEMM {ceilings['gemm_flops_per_s'] / 1e12:.1f} TFLOP/s"
     )
 
 
@@ -123,7 +123,7 @@ BENCHMARK = Benchmark(
     measure=measure,
     settings=lambda args: {"ceilings": ceilings(args.device), "recorded": [], "valid": None},
     store=add_fields,
-    failed=lambda found: found.get("valid") is False,
+    failed=lambda row: row.get("valid") is False,
     tables=tables,
     stored=(
         Table(

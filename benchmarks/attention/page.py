@@ -21,12 +21,12 @@ from dms_train.evaluation.errors import EvaluationError
 
 PAGE = ROOT / "docs" / "performance" / "attention.md"
 FIGURE = "figures/attention_roofline.png"
-_BYTES = 2  # of a bf16 number
+_BYTES = 2  # size of a bf16 number
 _SHOWN = ("cuDNN causal", "flex DMS", "ours: triton")
 
 
 class Point(NamedTuple):
-    """Operations per byte that has to be moved, and operations per second."""
+    """Point of a roofline: operations per moved byte, and operations per second."""
 
     series: str
     intensity: float
@@ -59,8 +59,10 @@ def write(results: Path, page: Path) -> None:
 
 def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Iterator[str]:
     """Yield the results of the page, from the two records."""
-    found, ceilings = record["versions"], record["ceilings"]
-    yield f"Device: {record['device']}; " + ", ".join(f"{k} {v}" for k, v in found.items()) + ".  "
+    versions, ceilings = record["versions"], record["ceilings"]
+    yield (
+        f"Device: {record['device']}; " + ", ".join(f"{k} {v}" for k, v in versions.items()) + ".  "
+    )
     yield (
         f"Ceilings of the run: copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s read + written, "
         f"{ceilings['gemm_edge']:.0f}^3 bf16 product {ceilings['gemm_flops_per_s'] / 1e12:.0f} "
@@ -120,16 +122,16 @@ def draw(record: dict[str, Any], file: Path) -> None:
 
     bandwidth = record["ceilings"]["copy_bytes_per_s"]
     product = record["ceilings"]["gemm_flops_per_s"]
-    found = list(points(record))
-    low = min([1.0, *(point.intensity for point in found)]) / 2
-    high = max([1e3, *(point.intensity for point in found)]) * 2
+    plotted = list(points(record))
+    low = min([1.0, *(point.intensity for point in plotted)]) / 2
+    high = max([1e3, *(point.intensity for point in plotted)]) * 2
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     ridge = product / bandwidth
     axes.plot([low, ridge, high], [low * bandwidth, product, product], color="black", linewidth=1)
     axes.annotate("copy bandwidth", (low * 2, low * 2 * bandwidth), va="top")
     axes.annotate("large bf16 product", (high, product), ha="right", va="bottom")
-    for number, series in enumerate(dict.fromkeys(point.series for point in found)):
-        mine = [point for point in found if point.series == series]
+    for number, series in enumerate(dict.fromkeys(point.series for point in plotted)):
+        mine = [point for point in plotted if point.series == series]
         axes.plot(
             [point.intensity for point in mine],
             [point.flops_per_s for point in mine],
@@ -140,7 +142,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="operations / byte", ylabel="operations / s")
     axes.set_title(f"Attention on {record['device']}")
     axes.grid(visible=True, which="both", alpha=0.2)
-    if found:
+    if plotted:
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -93,7 +93,7 @@ def flex_log_keep(inputs: AttentionInputs, options: dict[str, Any] | None = None
 
 
 def flex_tuned(inputs: AttentionInputs) -> Call:
-    """Bind `flex_log_keep` with the tile sizes that were best on an H200 for the head size."""
+    """Bind `flex_log_keep` with the best tile sizes of an H200 for the head size."""
     return flex_log_keep(inputs, TUNED.get(inputs.query.shape[-1]))
 
 

@@ -1,10 +1,10 @@
 """Sparse prefill beside dense attention on a GPU: time of one layer, memory of a whole prompt.
 
 Decisions are random and heads differ: their odds of evicting lie between half and twice the mean.
-A time is that of a whole prompt in one chunk, as the engine computes it: counting, one wait of the
+A time covers a whole prompt in one chunk, as the engine computes it: counting, one wait of the
 host, pages, compaction and attention. The dense peer is cuDNN's causal attention, which reads every
-key. The engine takes it for first chunks of policies that evict nothing; a policy that evicts hides
-old keys from some heads, which dense attention cannot.
+key. The engine takes it for first chunks of policies that evict nothing. Dense attention cannot
+hide old keys from only some heads, so policies that evict do not take it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES = (
     Case("Llama 3.2 1B, 32768", d=64),
 )
 RATIOS = (8.0, 4.0, 2.0, 1.25, 1.0)
-# Speed beside dense attention that must be reached in the first case.
+# Least speed relative to dense attention in the first case.
 BARS = {8.0: 4.0, 4.0: 2.5, 2.0: 1.0}
 MEMORY_TOKENS, MEMORY_CHUNK, MEMORY_LAYERS, MEMORY_RATIO = 131072, 8192, 32, 8.0
 
@@ -198,8 +198,8 @@ class _Slabs:
         for h, count in enumerate(need):
             while len(self.free) < count - held[h]:
                 self._open()
-            for place in range(held[h], count):
-                rows[h][place] = self.free.pop()
+            for index in range(held[h], count):
+                rows[h][index] = self.free.pop()
             held[h] = max(held[h], count)
         table.copy_(torch.tensor([rows], dtype=torch.int32))
         lowest = min(self.slabs, key=lambda slab: slab.data_ptr())

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LOGIT_SPREAD = 4.0  # decisions from nearly kept to nearly evicted
+_LOGIT_SPREAD = 4.0  # gives decisions from nearly kept to nearly evicted
 
 
 class Shape(NamedTuple):
-    """Sizes of one case; `model` names a model that has them."""
+    """Sizes of one case; `model` names a model with these sizes."""
 
     b: int
     hq: int
@@ -66,7 +66,7 @@ class AttentionInputs(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An implementation bound to its inputs: what to run, and what to differentiate by."""
+    """An implementation bound to its inputs: a function to run, and the leaves to differentiate."""
 
     forward: Callable[[], Tensor]
     leaves: list[Tensor]

@@ -31,7 +31,7 @@ SHAPES = (
     Shape(4, 32, 8, 4096, 64, "Llama 3.2 1B"),
     Shape(1, 32, 8, 32768, 128, "Qwen3 8B"),
 )
-# Run on a CPU to check that every part works; the times mean little.
+# Shapes of a CPU, which check that every part works; the times mean little.
 TINY_WINDOW = 16
 TINY_SHAPES = (Shape(1, 4, 2, 256, 32), Shape(2, 3, 3, 130, 16))
 _CPU_BACKENDS = ("blockwise", "reference")
@@ -42,9 +42,9 @@ class Entry(NamedTuple):
     """One implementation.
 
     Attributes:
-        name: Its row.
+        name: Name of its row.
         kind: `dense` (no DMS), `peer` (DMS by torch alone) or `ours`.
-        make: Binds it to its inputs.
+        make: Function that binds the implementation to its inputs.
         bytes_per_score: Bytes that it keeps for each (query, key) pair.
     """
 
@@ -88,7 +88,7 @@ def ours(inputs: AttentionInputs, name: str) -> Call:
 def compile_ahead(workers: int) -> None:
     """Fill the compiler's cache on disk, several FlexAttention templates at a time.
 
-    In sequence they take minutes, nearly all on one processor.
+    Compiled in sequence, they take minutes, nearly all on one processor.
     """
     jobs = [
         (shape, entry.name)
@@ -195,13 +195,13 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(records: list[dict[str, Any]], gemm_flops_per_s: float) -> str:
     """Return a table for each shape; the last argument is the ceiling of the run."""
-    parts = []
+    sections = []
     for record in records:
         shape = record["shape"]
         title = f"\n### {shape['model'] or 'tiny'}: {record['label']}, window {record['window']}\n"
         columns = _columns({ratio["name"]: ratio for ratio in record["ratios"]}, gemm_flops_per_s)
-        parts += [title, tables.table(columns, record["rows"])]
-    return "\n".join(parts)
+        sections += [title, tables.table(columns, record["rows"])]
+    return "\n".join(sections)
 
 
 def _columns(ratios: dict[str, dict[str, Any]], gemm: float) -> list[tables.Column]:

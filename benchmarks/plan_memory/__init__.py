@@ -1,1 +1,1 @@
-"""Predictions of `dms-plan` beside measurements."""
+"""Predictions of `dms-plan` compared with measurements."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.plan_memory.case CASE.json RESULT.json
 
-Steps of the real engine with random weights. Every case has its own process, so that its peak of
-memory is not that of another case.
+The steps use the real engine with random weights. Every case has its own process, so that its peak
+memory does not include another case.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _stages(view: ParallelView, pp: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Read the case, write what was measured on rank 0."""
+    """Read the case, measure it, and write the result on rank 0."""
     case = Case.from_dict(json.loads(Path(sys.argv[1]).read_text()))
     row = measure(case)
     if launcher.rank() == 0:

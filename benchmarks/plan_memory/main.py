@@ -1,12 +1,12 @@
-"""Predictions of `dms-plan` beside measurements: memory of every pipeline stage, step times.
+"""Predictions of `dms-plan` and measurements: memory of every pipeline stage, step times.
 
     python -m benchmarks plan_memory [--gpus 1] [--cases NAMES]
     python -m benchmarks plan_memory --fit RECORD     # constants of the plan from what was measured
 
-Every case takes steps of the real engine with random weights in processes of its own. Cases that
-are not measured again are kept. Two of them calibrate: `--fit` chooses the constants in
-`dms_train/assets/planning.json` so that memory and time of those two are right. The others are only
-checked.
+Every case takes steps of the real engine with random weights in separate processes. Cases that are
+not measured again are kept. Two cases calibrate: `--fit` chooses the constants in
+`dms_train/assets/planning.json` so that memory and time of these two are right. The others only
+check the prediction.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ def stage_cells(name: str, row: dict[str, Any], c: Calibration) -> Iterator[list
     if "superseded" in row:
         words += f"; {row['superseded']}"
     planned = step_time(stages(case), _GPU, c).total
-    for stage, found in zip(stages(case), row["stages"], strict=True):
+    for stage, measured in zip(stages(case), row["stages"], strict=True):
         memory = of_stage(stage)
         guess, needed = memory.allocated(c), memory.needed(c, case.layout.world)
-        share = guess / found["allocated"] - 1 if found["allocated"] else 0.0
-        sizes = [_gb(found["allocated"]), _gb(guess), f"{share:+.1%}", _gb(found["used"])]
+        share = guess / measured["allocated"] - 1 if measured["allocated"] else 0.0
+        sizes = [_gb(measured["allocated"]), _gb(guess), f"{share:+.1%}", _gb(measured["used"])]
         times = _times(row["step_s"], planned) if stage.rank == 0 else [""]
         yield [name, words, stage.rank, *sizes, _gb(needed), *times]
 
@@ -181,9 +181,16 @@ def step_cells(row: dict[str, Any], c: Calibration) -> list[object]:
     """Return the cells under `STEP_HEAD`: the plan next to the fullest process of a step."""
     case = Case.from_dict(row["case"])
     guess = max(of_stage(stage).allocated(c) for stage in stages(case))
-    found, time = row["max_memory_allocated"], step_time(stages(case), _GPU, c).total
-    share = f"{guess / found - 1:+.1%}"
-    return [_words(case), case.layers, _gb(found), _gb(guess), share, *_times(row["step_s"], time)]
+    measured, time = row["max_memory_allocated"], step_time(stages(case), _GPU, c).total
+    share = f"{guess / measured - 1:+.1%}"
+    return [
+        _words(case),
+        case.layers,
+        _gb(measured),
+        _gb(guess),
+        share,
+        *_times(row["step_s"], time),
+    ]
 
 
 def _words(case: Case) -> str:
@@ -199,7 +206,7 @@ def _times(measured: float, planned: float) -> list[str]:
 
 
 def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
-    """Choose the constants with which both calibrating cases come out as measured.
+    """Choose constants that make the prediction equal the measurement for both calibrating cases.
 
     The speed of links comes from the steps of the benchmark `train_step` with tensor parallelism.
     """
@@ -216,13 +223,15 @@ def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
         _outside(row) for row in rows.values() if Case.from_dict(row["case"]).layout.world == 1
     ]
     several = [_outside(row) for row in rows.values()]
-    found = [stage for row in rows.values() for stage in row.get("stages", ())]
+    measured_stages = [stage for row in rows.values() for stage in row.get("stages", ())]
     fitted = old._replace(
         activation_factor=round(factor, 4),
         constant_bytes=round(constant),
         outside_bytes=round(max(alone)),
         nccl_bytes=round(max(several) - max(alone)),
-        reserved_share=round(max(stage["reserved"] / stage["allocated"] for stage in found), 4),
+        reserved_share=round(
+            max(stage["reserved"] / stage["allocated"] for stage in measured_stages), 4
+        ),
         matmul_efficiency=round(matmul, 4),
         traffic_factor=round(traffic, 4),
     )
@@ -231,14 +240,14 @@ def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
 
 def _links(steps: list[dict[str, Any]], c: Calibration) -> float:
     """Return the share of a link's bandwidth that explains the measured tensor-parallel steps."""
-    found = []
+    efficiencies = []
     for row in steps:
         case = Case.from_dict(row["case"])
         if case.layout.tp > 1 and case.kind == "dms":
             planned = step_time(stages(case), _GPU, c._replace(link_efficiency=1.0))
             left = row["step_s"] - planned.total + planned.communication
-            found.append(planned.communication / left)
-    return sum(found) / len(found) if found else c.link_efficiency
+            efficiencies.append(planned.communication / left)
+    return sum(efficiencies) / len(efficiencies) if efficiencies else c.link_efficiency
 
 
 def _outside(row: dict[str, Any]) -> float:
@@ -254,7 +263,7 @@ def _solve(one: tuple[float, float, float], two: tuple[float, float, float]) -> 
 
 
 def _counted(row: dict[str, Any]) -> tuple[float, float]:
-    """Return the counted bytes of what varies, and the measured bytes beyond what is fixed."""
+    """Return the counted varying bytes, and the measured bytes beyond the fixed ones."""
     stage = stages(Case.from_dict(row["case"]))[0]
     memory = of_stage(stage)
     return memory.total - memory.fixed, row["stages"][0]["allocated"] - memory.fixed

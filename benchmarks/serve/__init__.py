@@ -1,1 +1,1 @@
-"""Speed of the inference engine beside vLLM."""
+"""Speed of the inference engine and of vLLM."""

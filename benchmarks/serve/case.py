@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import SamplingParams
 
-FEWEST = 8  # steps of which a median and a spread are meaningful
+FEWEST = 8  # least number of steps for a meaningful median and spread
 _FIRST_TOKEN, _LAST_TOKEN = 1000, 127000
 
 
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The text that `parse` reads."""
+        """Text that `parse` reads."""
         return f"{self.sequences}x{self.context}"
 
 
@@ -52,7 +52,7 @@ class Steps(NamedTuple):
     Attributes:
         seconds: Time of the whole run.
         steps: Seconds of each step in which all sequences decoded.
-        together: Most sequences that decoded at the same time.
+        together: Largest number of sequences that decoded at the same time.
     """
 
     seconds: float
@@ -72,15 +72,15 @@ def figures(case: Case, prefill: Steps, decode: Steps) -> dict[str, Any]:
         `prefill_tok_s` and `step_ms` with its 20 % and 80 % quantiles; `skipped` with the reason
         instead of the latter if the sequences did not decode together.
     """
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         **case._asdict(),
         "prefill_tok_s": round(case.sequences * case.context / prefill.seconds),
     }
     if len(decode.steps) < FEWEST:
         held = f"the KV cache holds {decode.together} of {case.sequences} sequences at once"
-        return found | {"skipped": held}
+        return row | {"skipped": held}
     low, *_, high = statistics.quantiles(decode.steps, n=5)
-    return found | {
+    return row | {
         "step_ms": round(1e3 * statistics.median(decode.steps), 3),
         "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
     }
@@ -106,7 +106,7 @@ def measure(engine: InferenceEngine, case: Case, new_tokens: int) -> dict[str, A
 
 
 def _run(engine: InferenceEngine, tokens: list[list[int]], new_tokens: int) -> tuple[Steps, float]:
-    """Decode all prompts; their steps, and the mean of the live tokens."""
+    """Decode all prompts; return their steps, and the mean number of live tokens."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     before = time.perf_counter()
     for prompt in tokens:

@@ -1,11 +1,11 @@
-"""Kernels of a decode step: their times, beside their bytes at the rate of a copy.
+"""Kernels of a decode step: their times, compared with copying the bytes that they read.
 
     python -m benchmarks serve kernels [SHAPE] [--sequences 1] [--context 8192]
 
-Some steps of the engine run under torch's profiler, with DMS and random weights. Kernels overlap:
-each is launched while the one before it runs. The time of a kernel is therefore from the end of the
-one before it to its own end, and the times add up to that of a step without gaps before it. Needs a
-GPU from Hopper on. The record is `kernels_SHAPE_SEQUENCES.json`.
+Some steps of the engine run under torch's profiler, with DMS and random weights. Kernels overlap,
+because each is launched while the previous one runs. The time of a kernel is therefore counted from
+the end of the previous kernel to its own end. The sum is the time of a step without the gaps before
+it. Needs a GPU from Hopper on. The record is `kernels_SHAPE_SEQUENCES.json`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 
 _STEPS = 20
-_ROOM = 100  # for the tokens of these steps, and of those before them
+_ROOM = 100  # slots for the tokens of these steps and of earlier ones
 _PRODUCTS = ("queries, keys, values", "output projection", "gate and up", "down")
 _OTHERS = {
     "_embed_kernel": "embedding",
@@ -53,12 +53,12 @@ def by_part(step: Sequence[Kernel]) -> dict[str, float]:
     """Return the microseconds of each part of a step.
 
     Args:
-        step: Its kernels in their order.
+        step: Kernels of the step in order.
 
     Raises:
-        InferenceError: A kernel is none of a step.
+        InferenceError: A kernel does not belong to a step.
     """
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     products = sum(kernel.name == "_linear_kernel" for kernel in step)
     seen, begin = 0, step[0].start
     for name, _, end in step:
@@ -70,9 +70,9 @@ def by_part(step: Sequence[Kernel]) -> dict[str, float]:
             part = _OTHERS[name]
         else:
             raise InferenceError(f"{name}: not a kernel of a decode step")
-        found[part] = found.get(part, 0.0) + max(0.0, end - begin)
+        times[part] = times.get(part, 0.0) + max(0.0, end - begin)
         begin = max(begin, end)
-    return found
+    return times
 
 
 def bytes_of(a: Architecture, live: float, sequences: int) -> dict[str, float]:
@@ -87,12 +87,12 @@ def bytes_of(a: Architecture, live: float, sequences: int) -> dict[str, float]:
         _PRODUCTS[2]: 2 * a.ffn_hidden_size * a.hidden_size,
         _PRODUCTS[3]: a.ffn_hidden_size * a.hidden_size,
     }
-    found = {name: 2.0 * a.num_layers * count for name, count in layer.items()}
-    return found | {LOGITS: 2.0 * a.vocab_size * a.hidden_size}
+    num_bytes = {name: 2.0 * a.num_layers * count for name, count in layer.items()}
+    return num_bytes | {LOGITS: 2.0 * a.vocab_size * a.hidden_size}
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return the microseconds of a step by part, and of its bytes at the rate of a copy."""
+    """Return the microseconds of a step by part, and the time of copying the same bytes."""
     parts = record["parts"]
     whole = {key: sum(part[key] for part in parts.values()) for key in ("kernels", "us", "bytes")}
 
@@ -185,7 +185,7 @@ def _profiled(engine: InferenceEngine) -> Iterable[list[Kernel]]:
 
 def steps_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
     """Return whole steps, each from its first kernel to its last one."""
-    found: list[list[Kernel]] = []
+    steps: list[list[Kernel]] = []
     step: list[Kernel] = []
     for kernel in sorted(kernels, key=lambda k: k.end):
         if kernel.name == "_embed_kernel":
@@ -193,9 +193,9 @@ def steps_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
         step.append(kernel)
         if kernel.name == "_report_kernel":
             if step[0].name == "_embed_kernel":
-                found.append(step)
+                steps.append(step)
             step = []
-    return found
+    return steps
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Measured decode steps beside the latency model of the DMS paper (appendix G)."""
+"""Measured decode steps compared with the latency model of the DMS paper (appendix G)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dms_train.config.build import ConfigError
 from dms_train.planning.decode_latency import decode_step
 from dms_train.planning.gpus import GPUS, Gpu
 
-_ENGINES = ("DMS", "dense")  # with 16-bit weights and cache, as the model counts
+_ENGINES = ("DMS", "dense")  # with 16-bit weights and cache, like the latency model
 
 
 def known_gpu(device: str) -> Gpu:
     """Return the GPU whose name is a word of what CUDA calls the device.
 
     Raises:
-        ConfigError: No name of `GPUS` is.
+        ConfigError: The device matches no name in `GPUS`.
     """
     words = device.lower().split()
     for name, gpu in GPUS.items():
@@ -41,7 +41,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def latency_table(cases: list[dict[str, Any]], gpu: Gpu) -> str:
-    """Return a row for each case of this engine, predicted for the tokens that it held.
+    """Return a row for each case of this engine, with the prediction for the tokens it held.
 
     Args:
         cases: Rows of a stored record.
@@ -53,7 +53,7 @@ def latency_table(cases: list[dict[str, Any]], gpu: Gpu) -> str:
 
 
 def summary(cases: list[dict[str, Any]], gpu: Gpu) -> Iterator[str]:
-    """Yield a line for each model: how near the predictions are, of steps and of what DMS saves.
+    """Yield a line for each model: accuracy of the predicted steps and of the predicted savings.
 
     Args:
         cases: As in `latency_table`.

@@ -1,11 +1,11 @@
-"""Decode steps and prefill of the engine on random weights, beside vLLM where it is installed.
+"""Decode steps and prefill of the engine on random weights, and of vLLM if it is installed.
 
     python -m benchmarks serve [SHAPE ...] [--peer COMMAND]
 
-Every shape runs with DMS, with DMS and FP8 pages, and without eviction, and on vLLM with an FP8 and
-a bf16 KV cache, each in its default mode and with graphs for decoding only. Every engine runs in a
-process of its own with the same share of the GPU's memory. vLLM runs with the command of `--peer`;
-that is `benchmarks.serve.peer` with this Python if it has vllm.
+Every shape runs with DMS, with DMS and FP8 pages, and without eviction. It also runs on vLLM with
+an FP8 and a bf16 KV cache, each in the default mode and with graphs for decoding only. Every engine
+has its own process and the same share of the GPU's memory. `--peer` is the command of vLLM; the
+default is `benchmarks.serve.peer` with this Python if it has vllm.
 
 Each row names its commit and date. Rows that the record already has and that are not measured again
 are kept. A case that does not fit has the reason in its row.
@@ -38,11 +38,11 @@ Row = dict[str, Any]
 
 
 class Run(NamedTuple):
-    """An engine in a process of its own.
+    """An engine in a separate process.
 
     Attributes:
         shape: Model.
-        names: Fields of its rows that tell it from other engines.
+        names: Fields of its rows that distinguish it from other engines.
         words: Command that prints one JSON line for each case.
     """
 
@@ -67,7 +67,7 @@ def check(args: Args) -> None:
 
 
 def predicted(record: Row) -> str:
-    """Print the steps of a stored record beside those of the latency model."""
+    """Return the steps of a stored record and of the latency model as text."""
     return latency_table(record["cases"], known_gpu(record["device"]))
 
 

@@ -17,10 +17,10 @@ from dms_train.method.spec import PRESETS
 ENGINE = ("dms_train/inference", "dms_train/kernels/decode", "dms_train/kernels/prefill")
 SERVING_PAGE = "docs/performance/serving.md"
 WINDOW = 256
-KEPT = 0.125  # of the tokens beyond the window
-LONGEST = 33000  # tokens of a sequence in a benchmark
+KEPT = 0.125  # share of the tokens beyond the window that is kept
+LONGEST = 33000  # largest number of tokens of a sequence
 MEMORY = 0.9  # share of the GPU for each engine, vLLM's default
-_SAMPLE = 512  # tokens from which the share of evictions is set
+_SAMPLE = 512  # number of tokens that calibrate the share of evictions
 _SPREAD = 0.02  # standard deviation of the weights
 
 _COMMON: dict[str, Any] = {
@@ -80,9 +80,9 @@ def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dty
 
     Args:
         shape: One of `SHAPES`.
-        kept: Share of the decisions that keep.
-        device: Where the weights go.
-        dtype: Type of the weights.
+        kept: Share of decisions that keep a token.
+        device: Device of the weights.
+        dtype: Dtype of the weights.
     """
     sizes, spec = architecture(shape), PRESETS["dms"].override(window=WINDOW)
     torch.manual_seed(0)

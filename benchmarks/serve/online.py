@@ -1,13 +1,13 @@
-"""Latency of requests that arrive over time, at several rates, beside vLLM where it is installed.
+"""Latency of requests that arrive over time, at several rates; also of vLLM if it is installed.
 
     python -m benchmarks serve online [SHAPE ...] [--rates 1,2,4,8]
 
-Requests arrive by a Poisson process and are streamed. Their lengths are those of a mix (`--mix`) or
-of recorded requests (`--lengths FILE`, JSON lines with `prompt_tokens` and `tokens`, such as the
+Requests arrive by a Poisson process and are streamed. Their lengths come from a mix (`--mix`) or
+from recorded requests (`--lengths FILE`, JSON lines with `prompt_tokens` and `tokens`, such as the
 chains of `dms-eval`). All engines get the same requests at the same times. The time to the first
-token counts from the arrival, the time in a queue included. Weights are random.
+token counts from the arrival and includes the time in a queue. Weights are random.
 
-vLLM runs in processes of its own with its own defaults, with the command of `--peer`.
+vLLM runs in separate processes with its own defaults, by the command of `--peer`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Progress(NamedTuple):
 
     Attributes:
         request: Id that `Server.add` returned.
-        tokens: Generated so far.
+        tokens: Number of tokens generated so far.
     """
 
     request: str
@@ -64,11 +64,11 @@ class Server(Protocol):
     """An engine that serves requests of token ids, greedily and up to their last token."""
 
     def add(self, prompt: list[int], new: int) -> str:
-        """Queue a request; its id."""
+        """Queue a request and return its id."""
         ...
 
     def step(self) -> list[Progress]:
-        """Compute for a while; the requests that advanced."""
+        """Compute for a while and return the requests that advanced."""
         ...
 
     def busy(self) -> bool:
@@ -106,10 +106,10 @@ def drive(
     """Serve requests as they arrive.
 
     Args:
-        server: Idle.
-        work: In the order of their times.
-        clock: Seconds.
-        sleep: Waits for so many of them.
+        server: Idle server.
+        work: Requests in the order of their times.
+        clock: Function that returns the time in seconds.
+        sleep: Function that waits for a number of seconds.
 
     Returns:
         For each request the seconds from its arrival to each of its tokens. Tokens that come
@@ -143,8 +143,8 @@ def summary(work: Sequence[Arrival], times: Sequence[Sequence[float]]) -> dict[s
     """Compute rates and latencies of a run of `drive`.
 
     Returns:
-        `requests`, `tokens_s` from the first arrival to the last token, and percentiles of the time
-        to the first token and of the time between two tokens of a request, in milliseconds.
+        `requests`, `tokens_s` from the first arrival to the last token, and percentiles in ms of
+        the time to the first token and of the time between two tokens of a request.
     """
     first = [1e3 * each[0] for each in times]
     between = [1e3 * (b - a) for each in times for a, b in pairwise(each)] or [0.0]
@@ -163,9 +163,9 @@ class Load(NamedTuple):
     """Requests of a run.
 
     Attributes:
-        mix: Lengths.
+        mix: Distribution of lengths, or recorded lengths.
         name: Name of the mix.
-        rates: Requests a second, of one run each.
+        rates: Requests a second, one run for each rate.
         seconds: Duration of the arrivals.
         seed: Seed of times, lengths and tokens.
     """
@@ -177,7 +177,7 @@ class Load(NamedTuple):
     seed: int
 
 
-Serve = Callable[[Sequence[Arrival]], list[list[float]]]  # as `drive` with a server
+Serve = Callable[[Sequence[Arrival]], list[list[float]]]  # `drive` with a given server
 
 
 def measure(serve: Serve, shape: str, load: Load) -> Iterator[dict[str, Any]]:
@@ -221,7 +221,7 @@ def load(args: argparse.Namespace) -> Load:
 
 
 def within(cases: list[dict[str, Any]], ttft_ms: float, itl_ms: float) -> dict[str, Any] | None:
-    """Return the case of most tokens/s whose 99th percentiles meet a target; None if none does."""
+    """Return the fastest case whose 99th percentiles meet a target; None if none does."""
     met = [
         case
         for case in cases
@@ -252,7 +252,7 @@ BEST: tuple[Column, ...] = (
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return every case, and what every engine gives within the target."""
+    """Return every case, and the best tokens/s of every engine within the target."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for case in record["cases"]:
         groups.setdefault((case["shape"], case["mix"], case["engine"]), []).append(case)
@@ -282,7 +282,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: Args) -> None:
-    """Refuse a load that cannot be made."""
+    """Refuse a load that cannot be generated."""
     load(args)
 
 
@@ -320,7 +320,7 @@ def _ours(shape: str, args: Args) -> Iterator[dict[str, Any]]:
         for case in measure(functools.partial(drive, server), shape, load(args)):
             yield {"engine": name, **case}
         del server
-        gc.collect()  # so that the next engine has the memory
+        gc.collect()  # frees the memory for the next engine
 
 
 def _peers(shape: str, args: Args) -> Iterator[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks serve online_peer SHAPE [--rates 1,2,4,8]
 
-The benchmark `serve online` starts it and gives it its own options. vLLM has the defaults of its
-own server: its asynchronous engine in a process of its own, its graphs and its batch sizes.
+The benchmark `serve online` starts this module with its own options. vLLM has the defaults of its
+server: the asynchronous engine in a separate process, its graphs and its batch sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.serve.traffic import Arrival
 
 
 class Stream:
-    """Requests to vLLM's asynchronous engine, each from its arrival on."""
+    """Client of vLLM's asynchronous engine that sends each request at its arrival."""
 
     def __init__(self, vllm: Any, shape: str) -> None:
         self._params, self._numbers = vllm.SamplingParams, itertools.count()
@@ -33,7 +33,7 @@ class Stream:
         self._engine = vllm.AsyncLLMEngine.from_engine_args(arguments, usage_context=context)
 
     async def serve(self, work: Sequence[Arrival]) -> list[list[float]]:
-        """Serve requests as they arrive; the result is that of `online.drive`."""
+        """Serve requests as they arrive; the result is like that of `online.drive`."""
         start = time.perf_counter()
         return await asyncio.gather(*(self._one(request, start) for request in work))
 

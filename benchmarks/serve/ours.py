@@ -1,9 +1,9 @@
-"""The engine on random weights in one way: one JSON line for each case.
+"""The engine on random weights in one configuration: one JSON line for each case.
 
     python -m benchmarks.serve.ours WAY SHAPE SEQUENCESxCONTEXT ...
 
-The benchmark `serve` starts it. Every engine has a process of its own, so that each has the whole
-GPU and a failure loses the cases of one engine only.
+The benchmark `serve` starts this module. Every engine has its own process, so that each has the
+whole GPU and a failure loses the cases of only one engine.
 """
 
 from __future__ import annotations

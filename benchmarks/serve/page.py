@@ -36,8 +36,8 @@ def parts(results: Path) -> dict[str, str]:
 
 
 def _device(record: dict[str, Any]) -> str:
-    found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return f"Device: {record['device']}; {found}."
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"Device: {record['device']}; {versions}."
 
 
 def _served(record: dict[str, Any]) -> Iterator[str]:

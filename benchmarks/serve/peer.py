@@ -2,8 +2,8 @@
 
     python -m benchmarks.serve.peer SHAPE SEQUENCESxCONTEXT ... [--kv-cache-dtype fp8]
 
-vLLM's engine runs in this process, where its steps are watched: the median time of those in which
-all sequences decode is measured, as for our engine. vLLM is not a dependency of this project.
+vLLM's engine runs in this process, so that its steps can be observed. As for our engine, the median
+time of steps in which all sequences decode is measured. vLLM is not a dependency of this project.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.serve.case import Case, Steps, figures, prompts
 from benchmarks.serve.models import LONGEST, MEMORY, architecture
 from benchmarks.serve.ours import skipped
 
-_SHORT = 64  # tokens of the prompts that warm decoding up
+_SHORT = 64  # number of prompt tokens in the warm-up of decoding
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def rows(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def shape_folder(shape: str) -> str:
-    """Write the Hugging Face configuration of a shape; the folder that holds it."""
+    """Write the Hugging Face configuration of a shape and return its folder."""
     a = architecture(shape)
     folder = tempfile.mkdtemp()
     config = {
@@ -89,9 +89,9 @@ def shape_folder(shape: str) -> str:
 
 
 def random_weights(shape: str) -> dict[str, Any]:
-    """Return the arguments of a vLLM engine with random weights and the memory that ours has.
+    """Return the arguments of a vLLM engine with random weights and the memory share of ours.
 
-    Prefix caching is off, because prompts of a warm-up come again.
+    Prefix caching is off, because the measured prompts repeat those of the warm-up.
     """
     return {
         "model": shape_folder(shape),
@@ -110,10 +110,10 @@ def start(vllm: Any, shape: str, kv_cache_dtype: str, sequences: int, compiled: 
     Args:
         vllm: The package.
         shape: One of `models.SHAPES`.
-        kv_cache_dtype: Type of its cache.
-        sequences: Most at the same time; decode steps of every power of two up to it, and of it,
-            are captured.
-        compiled: Whether prompts are compiled; steps that decode are captured in any case.
+        kv_cache_dtype: Dtype of the KV cache.
+        sequences: Largest number of concurrent sequences; decode steps are captured for this number
+            and every smaller power of two.
+        compiled: True to compile prompts; decode steps are captured in any case.
     """
     powers = {1 << power for power in range(sequences.bit_length())}
     sizes: dict[str, Any] = {"cudagraph_capture_sizes": sorted(powers | {sequences})}
@@ -137,12 +137,12 @@ def _run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> Steps:
 
     def step() -> Any:
         nonlocal together
-        found = plain()
+        outputs = plain()
         counts = [request.num_output_tokens for request in scheduler.running]
         together = max(together, sum(count > 0 for count in counts))
         if len(counts) == len(tokens) and min(counts) > 0:
             marks.append((time.perf_counter(), sum(counts)))
-        return found
+        return outputs
 
     engine.step = step
     before = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, which print their measurements."""
+"""Engines in separate processes that print their measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.records import ROOT
 
 
 def printed_rows(words: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows that a command prints, one JSON line each, as it prints them.
+    """Yield the rows that a command prints, one JSON line each, without waiting for its end.
 
     Other lines are left out.
 

@@ -13,7 +13,7 @@ from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.export.writer import write_export
 from dms_train.inference.models.decoder import Decoder
 
-_KEPT = 0.125  # of the tokens beyond the window
+_KEPT = 0.125  # share of the tokens beyond the window that is kept
 
 
 def write_random_export(shape: str, directory: Path, device: torch.device) -> None:
@@ -43,7 +43,7 @@ def write_random_export(shape: str, directory: Path, device: torch.device) -> No
 
 
 def _named(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights by the names that Llama has for them."""
+    """Yield the weights with Llama's names."""
     a = decoder.architecture
     key_rows = a.num_query_groups * a.kv_channels
     yield "model.embed_tokens.weight", decoder.embed_tokens.weight

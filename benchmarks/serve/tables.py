@@ -12,8 +12,8 @@ Row = dict[str, Any]
 PEERS = {"vLLM, FP8 cache": "fp8", "vLLM, bf16": "auto"}
 OURS = {"dense": "dense", "DMS": "DMS", "DMS, FP8": "DMS, FP8 pages"}
 COLUMNS = (*PEERS, *OURS)
-FASTER = "faster vLLM"  # of both caches
-# What the engine gives, what DMS gives, and what both give beside the peer that users choose.
+FASTER = "faster vLLM"  # the faster one of both cache dtypes
+# Gain of the engine, gain of DMS, and gain of both over the peer that users choose.
 RATIOS = (
     ("dense", "vLLM, bf16"),
     ("DMS", "dense"),
@@ -59,16 +59,17 @@ def side_by_side(rows: list[Row], value: str) -> str:
 
 def by_case(rows: Iterable[Row]) -> dict[tuple[str, int, int], list[Row]]:
     """Group rows by shape, context and sequences, in the order of the tables."""
-    found: dict[tuple[str, int, int], list[Row]] = {}
+    cases: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["shape"], row["context"], row["sequences"]), []).append(row)
-    return dict(sorted(found.items()))
+        cases.setdefault((row["shape"], row["context"], row["sequences"]), []).append(row)
+    return dict(sorted(cases.items()))
 
 
 def best(rows: list[Row], column: str, value: str) -> Row:
     """Return the row of a column among the rows of one case; empty if there is none.
 
-    vLLM has several modes and may have several runs: its best one is taken. Ours is the newest.
+    vLLM has several modes and may have several runs, and the best one is taken. Ours is the
+    newest run.
     """
     if column in OURS:
         mine = [row for row in rows if row["engine"] == OURS[column]]
@@ -78,10 +79,10 @@ def best(rows: list[Row], column: str, value: str) -> Row:
         for row in rows
         if row["engine"].startswith("vLLM") and PEERS.get(column) in (None, row["cache_dtype"])
     ]
-    done = [row for row in mine if value in row]
-    if not done:
+    measured = [row for row in mine if value in row]
+    if not measured:
         return mine[0] if mine else {}
-    return (min if value == "step_ms" else max)(done, key=lambda row: row[value])
+    return (min if value == "step_ms" else max)(measured, key=lambda row: row[value])
 
 
 def ratio(rows: list[Row], over: str, under: str, value: str) -> str:

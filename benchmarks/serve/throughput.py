@@ -1,4 +1,4 @@
-"""Output of the engine where memory or many requests limit it: four experiments.
+"""Throughput of the engine under limited memory or many requests: four experiments.
 
     python -m benchmarks serve throughput [memory] [fork] [chains] [requests]
 
@@ -9,9 +9,9 @@
   `gpu_busy` is the share of the time in which NVML finds the GPU computing.
 - requests: 1,000 prompts of 1 to 16,384 tokens, each continued by 256, on a small model in float32,
   one at a time and all together in a cache that holds a third of them. Their tokens are compared.
-  Where some differ, `largest_gap` is how far the best two logits lie apart at the first of them.
+  Where some differ, `largest_gap` is the gap of the best two logits at the first difference.
 
-Weights are random; every number is that of one run after a warm-up.
+Weights are random. Every number comes from one run after a warm-up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dms_train.tables import markdown_table
 
 CONTEXT = 32768
 CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
-# of a sequence; others decode 8 in each of the 256 chunks of prompts, and some more are measured
+# For one sequence: 8 tokens for each of the 256 chunks of other prompts, and some to measure.
 NEW_TOKENS = 2304
 
 
@@ -57,16 +57,16 @@ def measure(experiment: str, args: Args) -> Iterator[Row]:
 
 def tables(record: Row) -> str:
     """Return a table for each experiment."""
-    parts = []
+    sections = []
     for name in EXPERIMENTS:
         if name in record:
-            found = record[name]
-            rows = found if isinstance(found, list) else [found]
+            result = record[name]
+            rows = result if isinstance(result, list) else [result]
             titles = [title.replace("_", " ") for title in rows[0]]
-            parts.append(f"{name}:\n\n{markdown_table(titles, [row.values() for row in rows])}")
-    if not parts:
+            sections.append(f"{name}:\n\n{markdown_table(titles, [row.values() for row in rows])}")
+    if not sections:
         raise KeyError("no experiment")
-    return "\n\n".join(parts)
+    return "\n\n".join(sections)
 
 
 def _memory(device: torch.device, args: Args) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def _memory(device: torch.device, args: Args) -> list[dict[str, Any]]:
     shape, context, new = ("Llama-3.1-8B", CONTEXT, NEW_TOKENS) if on_gpu else ("small", 600, 32)
     cache_bytes = int(args.cache_gb * 2**30) if device.type == "cuda" else 2**22
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, found = random_model(shape, KEPT, device, dtype), []
+    model, rows = random_model(shape, KEPT, device, dtype), []
     for name, policy in (("dense", "keep_all"), ("DMS", "dms")):
         options = EngineOptions(
             device=str(device), policy=policy, max_num_seqs=64, max_model_len=context + new,
@@ -84,7 +84,7 @@ def _memory(device: torch.device, args: Args) -> list[dict[str, Any]]:
         engine = InferenceEngine(model, options)
         tokens = prompts(Case(options.max_num_seqs, context), engine.architecture.vocab_size)
         sequences, seconds = _decode(engine, tokens)
-        found.append(
+        rows.append(
             {
                 "engine": name,
                 "sequences": sequences,
@@ -94,20 +94,20 @@ def _memory(device: torch.device, args: Args) -> list[dict[str, Any]]:
             }
         )
         del engine
-    return found
+    return rows
 
 
 def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[int, float]:
     """Return the most sequences that decode at once, and the median seconds of their step.
 
-    All prompts wait; the engine admits as many as fit, and the first of them ends after the last
-    of them has been computed.
+    All prompts wait. The engine admits as many as fit, and the first one ends after the last one's
+    prompt has been computed.
     """
     new = engine.longest - len(tokens[0])
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for prompt in tokens:
         engine.add_request(prompt, params, final_only=True)
-    steps: dict[int, list[float]] = {}  # seconds of each, by the number of sequences
+    steps: dict[int, list[float]] = {}  # seconds of each step, by the number of sequences
     since, ended = time.perf_counter(), False
     while not ended:
         before, decoding = engine.decoded_steps, engine.decoding
@@ -124,7 +124,7 @@ def _fork(device: torch.device, args: Args) -> list[dict[str, Any]]:
     """Measure seconds and memory of several chains from one prompt."""
     shape, context = ("Llama-3.1-8B", 8192) if device.type == "cuda" else ("small", 600)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, found = random_model(shape, KEPT, device, dtype), []
+    model, rows = random_model(shape, KEPT, device, dtype), []
     options = EngineOptions(
         device=str(device), policy="dms", max_num_seqs=8, max_model_len=LONGEST,
         prefill_chunk=8192, gpu_memory_utilization=0.6, slab_pages=8,
@@ -142,7 +142,7 @@ def _fork(device: torch.device, args: Args) -> list[dict[str, Any]]:
             if engine.decoding == chains:
                 first = first or time.perf_counter() - begin
                 held.append(engine.allocated_bytes - empty)
-        found.append(
+        rows.append(
             {
                 "chains": chains,
                 "prefill_s": round(first, 4),
@@ -150,7 +150,7 @@ def _fork(device: torch.device, args: Args) -> list[dict[str, Any]]:
                 "bytes_at_end": held[-1],
             }
         )
-    return found[1:]
+    return rows[1:]
 
 
 def _chains(device: torch.device, args: Args) -> dict[str, Any]:
@@ -193,10 +193,10 @@ def _requests(device: torch.device, args: Args) -> dict[str, Any]:
     count, longest, new = (1000, 16384, 256) if device.type == "cuda" else (12, 900, 64)
     model = random_model("small", KEPT, device, torch.float32)
     draw, vocab = random.Random(0), model.architecture.vocab_size
-    # the shortest first: many are admitted together, and each becomes several times as long
+    # shortest first, so that many are admitted together and each grows to several times its length
     lengths = sorted(round(longest ** draw.random()) for _ in range(count))
     work = [([draw.randrange(vocab) for _ in range(length)], new) for length in lengths]
-    found, seconds, cache_bytes, preemptions, held = [], [], 2**30, 0, 0
+    token_ids, seconds, cache_bytes, preemptions, held = [], [], 2**30, 0, 0
     for together in (1, count):
         options = EngineOptions(
             device=str(device), policy="dms", max_num_seqs=together, max_model_len=longest + new,
@@ -206,22 +206,22 @@ def _requests(device: torch.device, args: Args) -> dict[str, Any]:
         empty, begin = engine.allocated_bytes, time.perf_counter()
         outputs = _finish(engine, work)
         seconds.append(time.perf_counter() - begin)
-        found.append([output.token_ids for output in outputs])
+        token_ids.append([output.token_ids for output in outputs])
         kept = [(o.kv.allocated_bytes, o.kv.peak_allocated_bytes) for o in outputs if o.kv]
         held_at_end, peaks = map(list, zip(*kept, strict=True))
         cache_bytes = max(sum(held_at_end) // 3, 5 * max(peaks) // 4)
         preemptions, held = engine.preemptions, engine.allocated_bytes - empty
         gaps = [
             _gap(engine, prompt, first, second)
-            for (prompt, _), first, second in zip(work, found[0], found[-1], strict=True)
+            for (prompt, _), first, second in zip(work, token_ids[0], token_ids[-1], strict=True)
             if first != second
         ]
         del engine
     return {
         "requests": count,
         "prompt_tokens": sum(len(prompt) for prompt, _ in work),
-        "new_tokens": sum(map(len, found[0])),
-        "equal": sum(a == b for a, b in zip(*found, strict=True)),
+        "new_tokens": sum(map(len, token_ids[0])),
+        "equal": sum(a == b for a, b in zip(*token_ids, strict=True)),
         "largest_gap": max(gaps, default=0.0),
         "preemptions": preemptions,
         "bytes_left_behind": held,
@@ -246,7 +246,7 @@ def _finish(engine: InferenceEngine, work: list[tuple[list[int], int]]) -> list[
         ids.append(engine.add_request(prompt, params, final_only=True))
     outputs: dict[str, CompletionOutput] = {}
     while engine.has_unfinished_requests():
-        outputs |= {done.request_id: done.outputs[0] for done in engine.step()}
+        outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
     return [outputs[request_id] for request_id in ids]
 
 

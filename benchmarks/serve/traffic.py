@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 
 class Lengths(NamedTuple):
-    """Tokens of one request.
+    """Numbers of tokens of one request.
 
     Attributes:
-        prompt: Tokens of its prompt.
-        new: Tokens that it generates.
+        prompt: Number of prompt tokens.
+        new: Number of tokens to generate.
     """
 
     prompt: int
@@ -47,7 +47,7 @@ MIXES = {
 
 
 class Arrival(NamedTuple):
-    """A request and when it comes.
+    """A request and its time of arrival.
 
     Attributes:
         at: Seconds from the start.
@@ -64,9 +64,9 @@ def poisson_times(rate: float, seconds: float, seed: int) -> list[float]:
     """Draw times within `seconds` at which `rate` requests a second arrive; the first is 0.
 
     Args:
-        rate: Above 0.
+        rate: Requests a second, above 0.
         seconds: Duration of the arrivals.
-        seed: The same one gives the same times.
+        seed: The same seed gives the same times.
     """
     draw, times = random.Random(seed), [0.0]
     while (at := times[-1] + draw.expovariate(rate)) < seconds:
@@ -80,17 +80,17 @@ def arrivals(
     """Draw requests of random tokens, the same for every engine.
 
     Args:
-        times: When they come.
-        mix: Distribution of the lengths, or recorded requests from which they are drawn.
-        vocab: Tokens of the model.
+        times: Times of the arrivals.
+        mix: Distribution of the lengths, or recorded requests to draw from.
+        vocab: Size of the vocabulary.
         seed: Seed of lengths and tokens.
     """
-    draw, found = random.Random(seed), []
+    draw, requests = random.Random(seed), []
     for at in times:
         lengths = mix.draw(draw) if isinstance(mix, Mix) else draw.choice(mix)
         prompt = [draw.randrange(vocab // 2, vocab - 1) for _ in range(lengths.prompt)]
-        found.append(Arrival(at, prompt, lengths.new))
-    return found
+        requests.append(Arrival(at, prompt, lengths.new))
+    return requests
 
 
 def recorded(path: Path, most: int) -> list[Lengths]:
@@ -98,12 +98,12 @@ def recorded(path: Path, most: int) -> list[Lengths]:
 
     Args:
         path: JSON lines with `prompt_tokens` and `tokens`, as `dms-eval` writes for its chains.
-        most: Tokens that a request may have; longer ones are left out.
+        most: Largest number of tokens of a request; longer ones are left out.
 
     Raises:
-        ValueError: There is none, or a line lacks a length.
+        ValueError: There is no request, or a line lacks a length.
     """
-    found = []
+    requests = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
@@ -111,7 +111,7 @@ def recorded(path: Path, most: int) -> list[Lengths]:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}, line {number}: needs prompt_tokens and tokens") from None
         if min(lengths) > 0 and sum(lengths) <= most:
-            found.append(lengths)
-    if not found:
+            requests.append(lengths)
+    if not requests:
         raise ValueError(f"{path}: no request of 1 to {most} tokens")
-    return found
+    return requests

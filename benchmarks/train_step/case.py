@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step.case CASE.json RESULT.json
 
-Every case has its own process, so that its peak of memory is not that of another case.
+Every case has its own process, so that its peak memory does not include another case.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PACKAGES = ("megatron-core", "transformer-engine", "apex")
 
 
 class DeviceWeights(WeightSource):
-    """Random weights made on the model's device, seconds faster per billion than on the CPU."""
+    """Random weights drawn on the model's device, seconds faster per billion than on the CPU."""
 
     def __init__(self, architecture: Architecture, seed: int, device: torch.device) -> None:
         self._shapes = expected_shapes(architecture)
@@ -182,17 +182,17 @@ def _most_allocated(view: ParallelView) -> int:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    installed = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def main() -> None:
-    """Read the case, write what was measured on rank 0."""
+    """Read the case, measure it, and write the result on rank 0."""
     case = Case.from_dict(json.loads(Path(sys.argv[1]).read_text()))
     target = Path(sys.argv[2])
     row = measure(case)

@@ -1,4 +1,4 @@
-"""Profile of one training step: which kernels the GPU ran, and for how long."""
+"""Profile of one training step: kernels of the GPU and their times."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ def kind_of(kernel: str) -> str:
     return "other"
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(times: dict[str, Any]) -> list[str]:
     """Return the result of `profile_step` as lines of text."""
     text = [
-        f"wall {found['wall_ms']:.1f} ms under the profiler, GPU busy {found['busy_ms']:.1f} ms",
-        "  ".join(f"{kind} {ms:.1f}" for kind, ms in found["kinds"].items()),
+        f"wall {times['wall_ms']:.1f} ms under the profiler, GPU busy {times['busy_ms']:.1f} ms",
+        "  ".join(f"{kind} {ms:.1f}" for kind, ms in times["kinds"].items()),
     ]
-    for kernel in found["kernels"]:
+    for kernel in times["kernels"]:
         name = kernel["name"][:110]
         text.append(f"{kernel['ms']:9.2f} ms {kernel['calls']:5d}x {kernel['kind']:13s} {name}")
-    waits = found["waits"]
+    waits = times["waits"]
     text += [f"{w['ms']:9.2f} ms idle: {w['after'][:60]} -> {w['before'][:60]}" for w in waits]
     return text
 

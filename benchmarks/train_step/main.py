@@ -1,13 +1,13 @@
-"""A training step: time, memory and its parts, beside megatron-core in the same run.
+"""A training step: time, memory and parts, compared with megatron-core in the same run.
 
     python -m benchmarks train_step [--shapes qwen2.5-1.5b] [--cases ours:lm,ours:distill,ours:dms]
         [--layouts dp1,tp2_sp,dp2] [--layers local,transformer_engine] [--peer-layers ...]
         [--cuda-graph auto] [--profile]
 
-Every case runs in a process of its own (or in torchrun, where the layout takes several GPUs) with
-the settings of `launch/env.sh`. Rows that the record already has and that are not measured again
-are kept. `run` is the time at which the command began. Without a GPU the tiny shape checks that
-every part works. model-TFLOP/s counts 6N for the student, 2N for the teacher and causal attention,
+Every case runs in a separate process (or in torchrun, if the layout takes several GPUs) with the
+settings of `launch/env.sh`. Earlier rows of the record are kept unless they are measured again.
+`run` is the time at which the command began. Without a GPU, the tiny shape checks that every part
+works. model-TFLOP/s counts 6N for the student, 2N for the teacher and causal attention,
 even if fewer or more operations are computed.
 """
 
@@ -99,7 +99,7 @@ def measure(case: Case, args: Args) -> Iterator[dict[str, Any]]:
 
 
 def run_case(case: Case, module: str = "benchmarks.train_step.case") -> dict[str, Any]:
-    """Measure a case in processes of its own; return a row with `failed` if it does not finish."""
+    """Measure a case in separate processes; return a row with `failed` if it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         given, result = Path(folder) / "case.json", Path(folder) / "result.json"
         given.write_text(json.dumps(case.to_dict()))
@@ -115,7 +115,7 @@ def run_case(case: Case, module: str = "benchmarks.train_step.case") -> dict[str
         ]
         row: dict[str, Any] = {"case": case.to_dict(), "label": case.label}
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [*settings, sys.executable, *worker],
                 cwd=ROOT,
                 capture_output=True,
@@ -126,8 +126,8 @@ def run_case(case: Case, module: str = "benchmarks.train_step.case") -> dict[str
         except subprocess.TimeoutExpired:
             return row | {"failed": f"not finished within {_PATIENCE_S} s"}
         if not result.exists():
-            print(done.stderr[-4000:], file=sys.stderr)
-            return row | {"failed": _reason(done.stderr)}
+            print(process.stderr[-4000:], file=sys.stderr)
+            return row | {"failed": _reason(process.stderr)}
         return row | figures(case, json.loads(result.read_text()))
 
 

@@ -28,7 +28,7 @@ def write(results: Path, page: Path) -> None:
 
 def page_lines(record: dict[str, Any]) -> Iterator[str]:
     """Yield the section of a device."""
-    rows = sorted((row for row in record["rows"] if "failed" not in row), key=_place)
+    rows = sorted((row for row in record["rows"] if "failed" not in row), key=_sort_key)
     known: dict[str, str] = {}
     for row in rows:
         known |= row["versions"]
@@ -53,7 +53,7 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
         yield from projected
 
 
-def _place(row: dict[str, Any]) -> tuple[int | str, ...]:
+def _sort_key(row: dict[str, Any]) -> tuple[int | str, ...]:
     """Return the sort key: equal work in neighbouring rows, the peer before ours."""
     case = Case.from_dict(row["case"])
     return (

@@ -42,7 +42,7 @@ _KL_ROWS = 1024
 
 
 class TorchAttention(MegatronModule):
-    """Causal attention by torch: cuDNN beside Transformer Engine, else torch's own choice."""
+    """Causal attention by torch: cuDNN with Transformer Engine, else torch's own choice."""
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
         super().__init__(config=config)

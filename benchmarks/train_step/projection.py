@@ -33,7 +33,7 @@ class Assumptions(NamedTuple):
     """Values that were not measured.
 
     Attributes:
-        narrow: Rate of a rank with TP 8 over that of one with TP 2.
+        narrow: Rate of a rank with TP 8 divided by the rate of a rank with TP 2.
         exposed: Share of tensor-parallel communication that does not overlap with products.
         network: Bytes per second of one GPU between nodes.
         data_exposed: Share of data-parallel communication that does not overlap with the passes.
@@ -78,7 +78,7 @@ class Measured(NamedTuple):
 
 
 def measured(rows: list[dict[str, Any]]) -> Measured | None:
-    """Return what the projection needs of `train_step.json`; None if it was not measured."""
+    """Return the measured rates in `train_step.json`; None if they were not measured."""
     for row in rows:
         case = Case.from_dict(row["case"])
         layout = case.layout
@@ -103,17 +103,17 @@ def _tensor_bytes(layers: int, hidden: int, length: int, tp: int) -> float:
     return _COLLECTIVES * layers * length * hidden * 2 * (tp - 1) / tp
 
 
-def step_s(found: Measured, assumed: Assumptions) -> dict[str, float]:
+def step_s(rates: Measured, assumed: Assumptions) -> dict[str, float]:
     """Return the seconds of one step by part, and `total`."""
     a, microbatches = QWEN_32B, SAMPLES // DP
     vocabulary = 2 * a.vocab_size * a.hidden_size
     layers = forward_flops_per_token(a, LENGTH) - vocabulary
     # the last stage also computes the vocabulary, and the others wait for it
     operations = _PASSES * (layers / PP + vocabulary) * LENGTH / TP
-    passes = operations / (found.rate * assumed.narrow)
+    passes = operations / (rates.rate * assumed.narrow)
     tensor = assumed.exposed * _tensor_bytes(a.num_layers // PP, a.hidden_size, LENGTH, TP)
-    tensor /= found.link
-    # student and teacher of a microbatch forward, as much backward
+    tensor /= rates.link
+    # student and teacher of a microbatch forward, and the same backward
     pipeline = 2 * 2 * LENGTH * a.hidden_size * 2 / TP / assumed.network
     # fp32 gradients are reduced and bf16 weights gathered
     data = parameter_count(a) / (TP * PP) * (4 + 2) * (DP - 1) / DP / assumed.network
@@ -130,16 +130,16 @@ def step_s(found: Measured, assumed: Assumptions) -> dict[str, float]:
 
 def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the projection as Markdown; nothing if it cannot be made."""
-    found = measured(rows)
-    if found is None:
+    rates = measured(rows)
+    if rates is None:
         return
     yield (
-        f"Measured on each GPU: {found.rate / 1e12:.0f} model-TFLOP/s outside exposed "
-        f"communication and optimizer, {found.link / 1e9:.0f} GB/s sent by collectives within a "
+        f"Measured on each GPU: {rates.rate / 1e12:.0f} model-TFLOP/s outside exposed "
+        f"communication and optimizer, {rates.link / 1e9:.0f} GB/s sent by collectives within a "
         "node.\n"
     )
     yield table(ASSUMED, [assumed._asdict() for assumed in CASES])
-    cases = {assumed.name: step_s(found, assumed) for assumed in CASES}
+    cases = {assumed.name: step_s(rates, assumed) for assumed in CASES}
     parts = list(next(iter(cases.values())))
     steps = [
         [name, *(f"{seconds[part]:.2f}" for part in parts), *_rates(seconds["total"])]

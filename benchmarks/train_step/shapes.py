@@ -95,7 +95,7 @@ SHAPES: dict[str, tuple[Architecture, int, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Number of processes, and the part of each."""
+    """Parallel layout: number of processes, and division of the work."""
 
     tp: int = 1
     pp: int = 1
@@ -120,10 +120,10 @@ def parse_layout(text: str) -> Layout:
     """Read a layout such as `tp2_sp`, `pp2_vp2` or `dp2`; ValueError for another word."""
     values: dict[str, Any] = {}
     for word in text.split("_"):
-        found = _LAYOUT_WORD.fullmatch(word)
-        if found is None:
+        match = _LAYOUT_WORD.fullmatch(word)
+        if match is None:
             raise ValueError(f"layout {text}: {word!r} is none of tpN, ppN, vpN, dpN, sp")
-        values[found[1] or "sp"] = int(found[2]) if found[1] else True
+        values[match[1] or "sp"] = int(match[2]) if match[1] else True
     return Layout(**values)
 
 
@@ -140,7 +140,7 @@ class Case:
         recompute: `parallel.recompute_granularity`.
         cuda_graph: `parallel.cuda_graph` of ours; the peer has none.
         warmup: Steps before those that are measured.
-        profile: Whether the kernels of a further step are profiled.
+        profile: True to profile the kernels of a further step.
     """
 
     shape: str
@@ -163,7 +163,7 @@ class Case:
 
     @property
     def known(self) -> bool:
-        """Return whether the subject supports this.
+        """Return whether the subject supports this case.
 
         The peer has no method, no pipeline, and KL of whole rows. Its local
         layers have no sequence parallelism.
@@ -176,7 +176,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The row's name."""
+        """Name of the row."""
         subject = "ours" if self.subject == "ours" else "megatron-core"
         graph = ", eager" if self.subject == "ours" and self.cuda_graph == "never" else ""
         return f"{subject} ({self.layers}{graph}): {_LABELS[self.kind]}"
@@ -192,7 +192,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step, all processes together."""
+        """Number of tokens of one step over all processes."""
         _, length, size = SHAPES[self.shape]
         return length * size * self.microbatches * self.layout.dp
 

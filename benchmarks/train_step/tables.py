@@ -47,17 +47,17 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield DMC over DMS, DMS over distillation and that over LM, of ours in the same setting."""
+    """Yield our ratios in the same setting: DMC / DMS, DMS / distillation, distillation / LM."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         case = Case.from_dict(row["case"])
         if case.subject == "ours" and "failed" not in row:
             setting = {key: value for key, value in case.setting.items() if key != "kind"}
             times.setdefault(json.dumps(setting), {})[case.kind] = row["step_s"]
-    for text, found in times.items():
+    for text, seconds in times.items():
         case = Case.from_dict({**json.loads(text), "kind": "lm"})
         eager = ", eager" if case.cuda_graph == "never" else ""
         where = f"{case.shape} {case.layout.label} ({case.layers}{eager})"
         for over, under in (("dmc", "dms"), ("dms", "distill"), ("distill", "lm")):
-            if over in found and under in found:
-                yield f"{where}: {over} / {under} = {found[over] / found[under]:.3f}"
+            if over in seconds and under in seconds:
+                yield f"{where}: {over} / {under} = {seconds[over] / seconds[under]:.3f}"

@@ -101,12 +101,12 @@ def export_checkpoint(
         out: Directory to write; replaces an earlier export only.
         options: Format and dtype; `options.dtype` must be set.
         tokenizer_from: Model directory or hub id whose tokenizer files are carried over; None
-            takes the model the run started from, when it is still there.
+            takes the model the run started from, if it still exists.
         selftest_tokens: Length of the self-test; None takes the window and 128 more.
 
     Raises:
         CheckpointError: The checkpoint is damaged or does not describe its model.
-        FileExistsError: `out` holds something else than an export.
+        FileExistsError: `out` exists and is not an export.
         ExportRefused: The format's consumer would misread the model.
     """
     state = checkpoint.check(path)
@@ -131,7 +131,7 @@ def export_checkpoint(
 
 
 def _random_tokens(engine: McoreEngine, wanted: int | None) -> torch.Tensor:
-    """Return random ids, because a checkpoint alone has no text. They cover every embedding row."""
+    """Return random ids that cover every embedding row; a checkpoint alone has no text."""
     longest = engine.architecture.max_position_embeddings
     length = min(wanted or engine.spec.window + _SELFTEST_TOKENS, longest)
     generator = torch.Generator().manual_seed(0)

@@ -25,14 +25,14 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     )
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
-    # weights that a student's replace need not be read
+    # the student's checkpoint would replace the original weights, so they are not read
     source = None if start.student is not None else original or random
     engine = McoreEngine(prepared.architecture, config.method, view, options, source)
     log.logger().info("layers: %s", engine.describe_layers())
     remaining = prepared.stages[start.state.stage :]
     losses = [token_loss(s.loss) for s in remaining if isinstance(s, Stage)]
     if original is not None and any(loss.needs_teacher for loss in losses):
-        # read once: a student that starts as the original holds the teacher's weights
+        # a student that starts as the original already holds the teacher's weights
         engine.attach_teacher(original if start.student is not None else None)
     load_start(engine, start)
     return engine

@@ -1,4 +1,4 @@
-"""Evaluation of an export beside the original model, for a command, a run and a job alike."""
+"""Evaluation of an export beside the original model, for commands, runs and jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dms_train.mcore import groups
 from dms_train.observe.log import logger
 from dms_train.observe.sinks import METRICS_FILE
 
-EXPORT = Path("exports") / "final" / "hf"  # in a run folder: what a run evaluates
+EXPORT = Path("exports") / "final" / "hf"  # the export that a run evaluates, in its folder
 
 
 def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) -> None:
@@ -69,8 +69,8 @@ def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> 
         options: Measurements and device.
 
     Raises:
-        EvaluationError: Not an export, no such device, too little memory on it, or problems that do
-            not fit the models.
+        EvaluationError: No export, no such device, too little memory on it, or problems that do not
+            fit the models.
         FileNotFoundError: A model or the problems file is absent.
     """
     target = EvaluationTarget(

@@ -34,7 +34,7 @@ def export_format(options: ExportOptions, spec: MethodSpec) -> str:
 
 
 def export_dtype(options: ExportOptions, spec: MethodSpec | None, params_dtype: str) -> torch.dtype:
-    """Return the dtype of exported weights: the interop format's, else the training's."""
+    """Return the dtype of exported weights: the interop format's, else the training dtype."""
     if options.dtype is None and spec is not None:
         required = formats.find_format(export_format(options, spec)).dtype
         if required is not None:
@@ -49,7 +49,7 @@ def check_format(
     params_dtype: str,
     target_cr: float,
 ) -> None:
-    """Refuse an export that its consumer would misread, before there are weights.
+    """Refuse an export that its consumer would misread, before any weights exist.
 
     Raises:
         ExportRefused: As `formats.check_export`.
@@ -65,7 +65,7 @@ def check_format(
 
 
 def check_folder(exports: Path, options: ExportOptions, target_cr: float) -> None:
-    """Refuse to replace what is no export of ours, before there is anything to write.
+    """Refuse to replace a folder that is not an export of this project, before anything is written.
 
     Raises:
         FileExistsError: A folder that a run will write holds something else.
@@ -78,7 +78,7 @@ def check_folder(exports: Path, options: ExportOptions, target_cr: float) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExporter:
-    """An export is `NAME/megatron` and `NAME/hf` below `folder`.
+    """Writer of exports: `NAME/megatron` and `NAME/hf` below `folder`.
 
     Attributes:
         tokens: int64 [T], the text of the self-test.
@@ -98,7 +98,7 @@ class ModelExporter:
         """Write both checkpoints; every rank calls it."""
         path = self.folder / name
         if self.engine.view.rank == 0 and path.is_symlink():
-            path.unlink()  # an alias of an earlier run: write beside what it points to
+            path.unlink()  # an alias of an earlier run; its target must stay unchanged
         dist.barrier()
         described = {**state, **self.provenance}
         self.engine.save_weights(path / "megatron", described)

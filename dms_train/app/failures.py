@@ -38,7 +38,7 @@ class PeerLost(RuntimeError):
 
 
 class RankHangs(PeerLost):
-    """Ranks have stalled; the message describes them."""
+    """Some ranks have stalled; the message describes them."""
 
 
 def lost_peer(error: RuntimeError) -> bool:
@@ -57,7 +57,7 @@ def is_expected(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether the request caused an expected failure, not the state of the machine."""
+    """Return whether the request, not the state of the machine, caused an expected failure."""
     return isinstance(error, ValueError) and is_expected(error)
 
 

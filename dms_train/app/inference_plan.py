@@ -25,9 +25,9 @@ def inference_table(
     Args:
         architecture: Architecture of the model.
         gpu: Model of the GPU.
-        batches: Sequences of a step.
-        lengths: Tokens of a sequence.
-        ratios: Tokens over tokens held.
+        batches: Numbers of sequences in a step.
+        lengths: Numbers of tokens in a sequence.
+        ratios: Compression ratios, tokens over tokens held.
     """
     lines = [f"a decoding step on {gpu.label}, 16-bit weights and cache, peak speeds", _HEADER]
     for batch in batches:

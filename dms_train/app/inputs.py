@@ -1,4 +1,4 @@
-"""The contents that a run is made from: a resumed run must find the same data and base model.
+"""Inputs of a run: a resumed run must find the same data and base model.
 
 Every checkpoint records them. Data is known by the hashes in its manifests, the base model by its
 architecture and the hashes of its weight files.
@@ -48,7 +48,7 @@ def record(prefixes: Sequence[str], model_dir: Path | None, view: ParallelView) 
 def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
     """Refuse to resume with data or an architecture other than those the run was started with.
 
-    Reads manifests only. `require_same_weights` compares what takes longer.
+    Only manifests are read. `require_same_weights` compares weight files, which takes longer.
 
     Args:
         prefixes: Prefixes of the token files, in order.
@@ -73,11 +73,11 @@ def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
             )
 
 
-def require_same_weights(found: Mapping[str, Any], start: StartPoint) -> None:
+def require_same_weights(current: Mapping[str, Any], start: StartPoint) -> None:
     """Refuse to resume with another base model than the one the run was started with.
 
     Args:
-        found: Result of `record`.
+        current: Result of `record`.
         start: Start of the run.
 
     Raises:
@@ -87,8 +87,8 @@ def require_same_weights(found: Mapping[str, Any], start: StartPoint) -> None:
     if not start.resumes:
         return
     recorded = _recorded(start, _MODEL)
-    for name in sorted({*found[_MODEL], *recorded}):
-        now, before = found[_MODEL].get(name), recorded.get(name)
+    for name in sorted({*current[_MODEL], *recorded}):
+        now, before = current[_MODEL].get(name), recorded.get(name)
         if now != before:
             what = f"model.path={start.model_dir}: {name} is not the file"
             raise _refusal(what, now, before, start)
@@ -115,13 +115,13 @@ def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
         log.logger().info("verifying %d token file(s), %.1f GB", len(by_size), total / 1e9)
     mine = by_size[view.rank :: view.world_size]
     problems = groups.of_ranks(lambda: [_damage(file, hashes[file]) for file in mine])
-    found = [problem for own in problems for problem in own if problem is not None]
-    if found:
-        raise ConfigError(*found)
+    damaged = [problem for own in problems for problem in own if problem is not None]
+    if damaged:
+        raise ConfigError(*damaged)
 
 
 def _damage(file: Path, sha256: str) -> str | None:
-    """Return the problem of a file, or None; raising would leave other ranks waiting."""
+    """Return the problem of a file, or None; an exception would leave other ranks waiting."""
     try:
         check_hash(file, sha256)
     except DataError as error:
@@ -166,8 +166,8 @@ def _weight_hashes(model_dir: Path | None, view: ParallelView) -> dict[str, str]
     except OSError as error:  # the others wait for the result
         problem = f"model.path={model_dir}: {error.filename}: {error.strerror}; copy it again"
     hashes: dict[str, str] = {}
-    for found, refusal in groups.values((mine, problem)):
+    for of_rank, refusal in groups.values((mine, problem)):
         if refusal is not None:
             raise ConfigError(refusal)
-        hashes |= found
+        hashes |= of_rank
     return hashes

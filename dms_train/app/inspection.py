@@ -36,11 +36,11 @@ def describe_model(directory: Path) -> dict[str, Any]:
     """Describe a Hugging Face directory; ValueError or FileNotFoundError if it is broken."""
     reader = WeightReader(directory)
     names = reader.names()
-    found = read_stated(directory)
+    export = read_stated(directory)
     architecture = read_architecture(directory)
     leftovers = reader.require(architecture)
     facts: dict[str, Any] = {
-        "kind": f"Hugging Face {'dense model' if found is None else _export_of(found[1])}",
+        "kind": f"Hugging Face {'dense model' if export is None else _export_of(export[1])}",
         "family": architecture.family,
         "parameters": sum(math.prod(reader.shape(name)) for name in names),
         "tensors": len(names),
@@ -49,8 +49,8 @@ def describe_model(directory: Path) -> dict[str, Any]:
     }
     if leftovers is not None:
         facts["warning"] = leftovers
-    if found is not None:
-        facts["format"], stated = found
+    if export is not None:
+        facts["format"], stated = export
         facts["cr_factor"], facts["target_cr"] = stated.cr_factor, stated.target_cr
         facts["spec"] = stated.spec.to_dict()
         facts["selftest"] = (directory / REFERENCE).is_file()
@@ -87,8 +87,8 @@ def describe_run(directory: Path) -> dict[str, Any]:
 
 def describe_pair(directory: Path) -> dict[str, Any]:
     """Describe one export of a run: the same model for transformers and for Megatron."""
-    found = [part for part in _EXPORT_PARTS if (directory / part).is_dir()]
-    return {"kind": "export folder"} | {part: describe(directory / part) for part in found}
+    present = [part for part in _EXPORT_PARTS if (directory / part).is_dir()]
+    return {"kind": "export folder"} | {part: describe(directory / part) for part in present}
 
 
 @typed

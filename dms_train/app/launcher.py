@@ -24,7 +24,7 @@ def attempt() -> str | None:
 
 
 def job() -> str:
-    """Return SLURM job and number of its restarts, such as `4711.0`; empty outside of SLURM."""
+    """Return the SLURM job and its number of restarts, such as `4711.0`; empty outside SLURM."""
     number = os.environ.get("SLURM_JOB_ID")
     return f"{number}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if number else ""
 

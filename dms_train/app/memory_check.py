@@ -21,14 +21,14 @@ def check_memory(
 ) -> None:
     """Fail if weights and optimizer state exceed GPU memory; warn if activations probably do.
 
-    All ranks call it, and all use the GPU with the largest shortage, which may be another rank's.
+    All ranks call it and decide by the GPU with the largest shortage, on whichever rank it is.
     Rank 0 validates, so its GPU must hold a model beside the state of the training.
 
     Args:
         config: The configuration.
         architecture: Architecture of the model.
         view: Position of this rank in the parallel groups.
-        validates: True if the process goes on to the stage `validate_export`.
+        validates: True if the process later runs the stage `validate_export`.
 
     Raises:
         ConfigError: Weights, gradients and optimizer state alone are too large, or a validation

@@ -15,7 +15,7 @@ def read_architecture(model: ModelOptions) -> Architecture:
     """Return `model.architecture`, or the one in `model.path`, with the context of the options.
 
     Raises:
-        ConfigError: Neither is set, or the model is missing or of a kind that is not supported.
+        ConfigError: Neither is set, or the model is missing or its family is not supported.
     """
     return model.with_context(_stated(model))
 

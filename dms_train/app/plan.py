@@ -40,7 +40,7 @@ def describe(
 
 
 def advise(config: RunConfig, architecture: Architecture, world_size: int) -> None:
-    """Refuse what does not divide with a layout that does, also where no GPU is named."""
+    """Refuse a layout that does not divide, and suggest one that does; needs no GPU name."""
     if config.cluster.gpu is not None or any(check_ranges(config, architecture)):
         return  # `check` reports what to change
     problems = list(divide.problems(config, world_size, architecture))
@@ -52,7 +52,7 @@ def advise(config: RunConfig, architecture: Architecture, world_size: int) -> No
 def ranked(
     config: RunConfig, architecture: Architecture, world_size: int, count: int
 ) -> Iterator[str]:
-    """Return the table of layouts, after everything except the layout was checked."""
+    """Check everything except the layout, then return the table of layouts."""
     whole = replace(
         config.parallel,
         tensor_model_parallel_size=1,
@@ -109,15 +109,15 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
 
 def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
-    done = 0
+    first_step = 0
     for name, stage in zip(config.stage.run, stages, strict=True):
         if not isinstance(stage, Stage):
             yield f"stage {name}: {_action(config, stage)}"
             continue
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
         yield f"      step channel  decision  CR target  {config.method.verb}"
-        yield from (_row(stage, done, index) for index in _spread(stage.steps))
-        done += stage.steps
+        yield from (_row(stage, first_step, index) for index in _spread(stage.steps))
+        first_step += stage.steps
 
 
 def _action(config: RunConfig, action: Action) -> str:
@@ -130,8 +130,8 @@ def _action(config: RunConfig, action: Action) -> str:
     return f"{options.samples} samples{problems}"
 
 
-def _row(stage: Stage, done: int, index: int) -> str:
-    plan = stage.plan(done + index, index)
+def _row(stage: Stage, first_step: int, index: int) -> str:
+    plan = stage.plan(first_step + index, index)
     return (
         f"{plan.step + 1:>10}  {plan.channel_scale:6.3f}  {plan.eviction:>8}  "
         f"{plan.target_cr:9.3f}  {evicted_fraction(plan.target_cr):7.3f}"

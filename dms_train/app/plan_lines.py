@@ -22,7 +22,7 @@ def _chosen(config: RunConfig) -> Gpu:
 
 
 def layout_lines(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
-    """Return the memory of every stage, operations and time of a step, once `check` has passed."""
+    """Return memory by stage, and operations and time of a step; `check` must have passed."""
     gpu, c = _chosen(config), calibration()
     layout = layouts.planned(config, architecture, world_size, gpu)
     per_stage = world_size // len(layout.stages)
@@ -83,14 +83,14 @@ def validation_lines(
 def layout_table(
     config: RunConfig, architecture: Architecture, world_size: int, count: int
 ) -> Iterator[str]:
-    """Return the fastest layouts that divide and fit, with the words to type for each."""
+    """Return the fastest layouts that divide and fit, each with its overrides."""
     gpu, c = _chosen(config), calibration()
-    found = layouts.search(config, architecture, world_size, gpu)
-    if not found:
+    fitting = layouts.search(config, architecture, world_size, gpu)
+    if not fitting:
         yield layouts.advice(config, architecture, world_size, gpu)
         return
-    yield f"{len(found)} layouts of {world_size} processes fit {gpu.label}; the fastest:"
+    yield f"{len(fitting)} layouts of {world_size} processes fit {gpu.label}; the fastest:"
     yield "  s a step  GiB a GPU  overrides"
-    for layout in found[:count]:
+    for layout in fitting[:count]:
         words = " ".join(layout.words(config)) or "(as it is)"
         yield f"{layout.time.total:>10.3g}  {layout.needed(c) / _GIB:>9.1f}  {words}"

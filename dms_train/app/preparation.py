@@ -43,12 +43,12 @@ def prepare(config: RunConfig) -> Prepared:
 
     Raises:
         ConfigError: One line for each problem.
-        ValueError: From the package that refused its input.
+        ValueError: A package refused its input.
     """
     since = time.monotonic()
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
-    rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
+    rope_arguments(original.architecture)  # refuses RoPE scaling that megatron-core lacks
     spec = config.method.spec
     start = run_folder.resume_point(config, original)
     if start is None:
@@ -93,7 +93,7 @@ def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
 
 
 def _check_data(config: RunConfig, start: StartPoint) -> None:
-    """Refuse data of another tokenizer or vocabulary, or other data than a run was started with."""
+    """Refuse another tokenizer or vocabulary, and data other than that of the first start."""
     sha256 = _tokenizer_hash(config, start)
     vocab_size = start.architecture.vocab_size
     check_files(
@@ -125,7 +125,7 @@ def _tokenizer_hash(config: RunConfig, start: StartPoint) -> str | None:
 
 
 def _check_packing(config: RunConfig) -> None:
-    """Refuse documents that are too short for evictions, and say how many are cut."""
+    """Refuse documents that are too short for evictions, and log how many are cut."""
     length, window = config.data.seq_length, config.method.window
     positions = [read_index(prefix).lengths - 1 for prefix in config.data.paths]
     longest = max(int(own.max()) for own in positions)
@@ -146,7 +146,7 @@ def _check_packing(config: RunConfig) -> None:
 def _check_export(
     config: RunConfig, spec: MethodSpec, start: StartPoint, stages: list[Stage | Action]
 ) -> None:
-    """Refuse an export that would be misread or replace something else, before the training."""
+    """Refuse, before the training, an export that would be misread or replace other files."""
     if "export" not in config.stage.run:
         return
     options = config.stage.export

@@ -1,4 +1,4 @@
-"""The batch of a skipped step computed again, in parts."""
+"""Recomputation of a skipped step, one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Line(NamedTuple):
 def replay(file: Path) -> Iterator[Line]:
     """Return the loss and gradient norm of every microbatch of a skipped step.
 
-    All ranks of the run's layout call it and exhaust it; each gets the same lines.
+    All ranks of the run's layout must call and exhaust it; each gets the same lines.
 
     Args:
         file: `skipped/step_*.json` of a run folder.
 
     Raises:
-        ConfigError: The file is no such record, or no checkpoint before the step is left.
+        ConfigError: The file is not a record of a skipped step, or no earlier checkpoint is left.
     """
     described = _read(file)
     prepared = _before(file, int(described["step"]))
@@ -63,9 +63,9 @@ def _before(file: Path, step: int) -> Prepared:
     """Return the run at the newest checkpoint before the step."""
     folder = file.resolve().parents[1]
     config = read_frozen(folder / CONFIG_FILE)
-    # as written it may be relative to where the run was started
+    # the recorded path may be relative to the folder where the run was started
     run = replace(config.run, dir=str(folder), resume="auto")
-    # every microbatch is computed in the same way, on any machine
+    # without CUDA graphs every microbatch is computed in the same way, on any machine
     parallel = replace(config.parallel, cuda_graph="never")
     prepared = prepare(replace(config, run=run, parallel=parallel))
     if not prepared.start.resumes:

@@ -44,9 +44,9 @@ def resume_point(
         before: Take only checkpoints older than the one of this name.
 
     Raises:
-        ConfigError: The folder belongs to a run with another configuration, its checkpoint was
-            trained with other constants of the method, resuming was not requested, or no
-            checkpoint is usable.
+        ConfigError: The folder or its checkpoint does not fit: another configuration or other
+            constants of the method. Or resuming was not requested, or no checkpoint is
+            usable.
         CheckpointError: The newest whole checkpoint was not written by this program.
     """
     folder = Path(config.run.dir)
@@ -93,7 +93,7 @@ def _require_same_method(config: RunConfig, path: Path, trained: MethodSpec) -> 
 
 
 def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartPoint:
-    """Return `start` if its checksums hold, else the newest older checkpoint whose checksums do.
+    """Return `start` if its checksums hold, else the newest older checkpoint with valid checksums.
 
     All ranks call it: each reads a share of the files, and all get the same answer. Ranks that
     found different checkpoints of the run go back to the oldest of them.
@@ -122,7 +122,7 @@ def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartP
 
 
 def _require_same_start(config: RunConfig, start: StartPoint, view: ParallelView) -> None:
-    """Fail unless all ranks, each searching on its own, found the same checkpoint."""
+    """Fail unless all ranks found the same checkpoint; each rank searches on its own."""
     seen = groups.values((str(start.student), start.state.to_dict()))
     differing = next((rank for rank, other in enumerate(seen) if other != seen[0]), None)
     if differing is not None:
@@ -133,9 +133,9 @@ def _require_same_start(config: RunConfig, start: StartPoint, view: ParallelView
 
 
 def set_aside(start: StartPoint, *, is_main_rank: bool) -> None:
-    """Rename the newer checkpoints that a resumed run passed over, so that none counts as kept.
+    """Rename newer checkpoints that a resumed run skipped, so that none counts as kept.
 
-    All ranks call it, after `verified`; one renames, and the others wait for it.
+    All ranks call it after `verified`. One rank renames, and the others wait for it.
     """
     if start.resumes and is_main_rank:
         assert start.student is not None
@@ -163,7 +163,7 @@ def _is_checkpoint(start: StartPoint) -> bool:
 
 
 def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | ConfigError:
-    """Return the checkpoint that this rank finds before `start`, or the refusal without one."""
+    """Return the newest checkpoint before `start` on this rank, or the error if there is none."""
     assert start.student is not None
     try:
         older = resume_point(config, start, before=start.student.name)
@@ -177,21 +177,21 @@ def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | Confi
     )
 
 
-def _same_on_all_ranks(config: RunConfig, found: StartPoint | ConfigError) -> StartPoint:
-    """Return the oldest checkpoint that a rank found; a refusal on one rank is raised on all."""
+def _same_on_all_ranks(config: RunConfig, start: StartPoint | ConfigError) -> StartPoint:
+    """Return the oldest checkpoint that any rank found; an error on one rank is raised on all."""
     while True:
-        for refused in groups.values(found if isinstance(found, ConfigError) else None):
+        for refused in groups.values(start if isinstance(start, ConfigError) else None):
             if refused is not None:
                 raise refused
-        assert isinstance(found, StartPoint)
-        assert found.student is not None
-        names = groups.values(found.student.name)
+        assert isinstance(start, StartPoint)
+        assert start.student is not None
+        names = groups.values(start.student.name)
         if min(names) == max(names):
-            return found
-        if found.student.name != min(names):
-            why = f"checkpoint {found.student}: another rank cannot use it; use an older checkpoint"
+            return start
+        if start.student.name != min(names):
+            why = f"checkpoint {start.student}: another rank cannot use it; use an older checkpoint"
             logger().warning("skipped: %s", why)
-            found = _older(config, found, why)
+            start = _older(config, start, why)
 
 
 def write(config: RunConfig, *, is_main_rank: bool) -> None:

@@ -55,7 +55,7 @@ def batch_source(
 
 
 def selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Tensor:
-    """Return a real text of the data, the first sample of the validation split if there is one."""
+    """Return the first sample of the validation split, or else of the training split."""
     assert samples is not None
     wanted = config.method.window + _SELFTEST_TOKENS
     shards = config.parallel.tensor_model_parallel_size

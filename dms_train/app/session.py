@@ -1,4 +1,4 @@
-"""One run from a checked configuration to finished stages: objects built, one call made."""
+"""Execution of a run: check the configuration, build the objects, run the stages."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def run(config: RunConfig, until: str | None = None) -> None:
 
     Args:
         config: Configuration of the run.
-        until: Leave after this stage of `stage.run`; None runs all.
+        until: Stop after this stage of `stage.run`; None runs all.
 
     Raises:
         ConfigError: Before anything is allocated, one line for each problem.
-        ValueError: From the package that refused its input.
+        ValueError: A package refused its input.
     """
     log.configure(launcher.rank())
     files = StateFiles(Path(config.run.dir))
@@ -130,14 +130,14 @@ def _heartbeats(config: RunConfig, view: ParallelView, files: StateFiles) -> Hea
         folder=files.state / "ranks",
         rank=view.rank,
         ranks=view.world_size,
-        # before the collectives time out, whose errors do not name the rank they waited for
+        # earlier than the collectives' timeout, whose error does not name the missing rank
         patience=config.parallel.distributed_timeout_minutes * 60 / 2,
         hang=end_hanging_run(files),
     )
 
 
 def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
-    """Write the state files of finished stages, in case an earlier process was killed before."""
+    """Write the state files of finished stages; a killed process may have left them out."""
     if launcher.rank() != 0:
         return
     names = prepared.config.stage.run
@@ -148,7 +148,7 @@ def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
 
 
 def _announce_kernels(config: RunConfig) -> None:
-    """Refuse what cannot train on this machine; log the backend that is used."""
+    """Refuse a backend that cannot train on this machine; log the one that is used."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers.choose(config.parallel.layers, device)
     if config.parallel.cuda_graph == "always":
@@ -158,7 +158,7 @@ def _announce_kernels(config: RunConfig) -> None:
 
 
 def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) -> TrainState:
-    """Run the first `count` stages; the position of the run after them."""
+    """Run the first `count` stages and return the position of the run after them."""
     config = prepared.config
     is_main_rank = view.rank == 0
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
@@ -168,6 +168,6 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     run_folder.set_aside(prepared.start, is_main_rank=is_main_rank)
     engine = build_engine(prepared, view)
     components = trainer_components(prepared, view, engine, watch, contents)
-    # what the sinks still have to send delays no rank
+    # closing the sinks, which may still send rows, must not delay another rank
     with contextlib.closing(components.reporter), watch.expecting_ranks(engine):
         return loop.run(prepared.stages[:count], prepared.start.state, components)

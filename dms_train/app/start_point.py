@@ -24,7 +24,7 @@ from dms_train.training.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPoint:
-    """Everything a run begins with.
+    """Start of a run: its models and its position.
 
     Attributes:
         architecture: Architecture of student and teacher.
@@ -33,7 +33,7 @@ class StartPoint:
         student: Checkpoint folder or export the student continues from; None for the original.
         spec: Constants that the student was trained with; None if its eviction channel is native.
         state: Position of the run.
-        resumes: True if `student` is a checkpoint of this very run, with optimizer state.
+        resumes: True if `student` is a checkpoint of this run, with optimizer state.
     """
 
     architecture: Architecture
@@ -105,7 +105,7 @@ def _original(directory: Path) -> StartPoint:
 
 
 def _whole_model(directory: Path) -> Architecture:
-    """Refuse missing, truncated and unfit weights before any process group exists."""
+    """Refuse missing, truncated and unsuitable weights before any process group exists."""
     architecture = read_architecture(directory)
     leftovers = WeightReader(directory).require(architecture)
     if leftovers is not None and launcher.rank() == 0:
@@ -139,7 +139,7 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
             f"run.load={student}: neither a checkpoint folder ({STATE_FILE}) nor a "
             "Hugging Face directory (config.json); correct the path"
         )
-    context = start.architecture.max_position_embeddings  # of this run, not that of the student
+    context = start.architecture.max_position_embeddings  # of this run, not of the student
     architecture = replace(architecture, max_position_embeddings=context)
     if asdict(architecture) != asdict(start.architecture):
         raise ConfigError(f"run.load={student}: its architecture is not that of model.path")

@@ -1,4 +1,4 @@
-"""The stage `run_tasks`: what `dms-eval` measures, on the final export of a run."""
+"""The stage `run_tasks`: measure the final export of a run as `dms-eval` does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _runs(options: TaskStageOptions, model: Path, folder: Path) -> Iterator[Eval
 
 
 def evaluate_tasks(options: TaskStageOptions, run: Path) -> dict[str, float]:
-    """Measure the final export of a run folder, or what an earlier call left of it.
+    """Measure the final export of a run folder, continuing an interrupted call.
 
     Args:
         options: Tasks and budgets.
@@ -67,8 +67,8 @@ def evaluate_tasks(options: TaskStageOptions, run: Path) -> dict[str, float]:
     """
     numbers = {}
     for each in _runs(options, run / EXPORT, run):
-        found = evaluate(prepare(each), logger().info, launcher.job())
-        for point in found.points():
+        result = evaluate(prepare(each), logger().info, launcher.job())
+        for point in result.points():
             sys.stdout.write(f"{each.task.name:18} {point}\n")
             name = f"{each.task.name}.{point.budget}"
             numbers[f"{name}.accuracy"] = float(point.accuracy.value)

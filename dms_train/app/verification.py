@@ -69,7 +69,7 @@ def compare(reference: SelfTest, decision_logits: Tensor, logits: Tensor) -> Rep
             f"the export's decisions {tuple(ours[0])} and logits {tuple(ours[1])} do not have the "
             "shapes of its self-test; it belongs to another model"
         )
-    theirs, found = reference.logits.double(), logits.double()
+    theirs, computed = reference.logits.double(), logits.double()
     expected, decided = reference.decision_logits.double(), decision_logits.double()
     difference = (decided - expected).abs()
     return Report(
@@ -78,9 +78,9 @@ def compare(reference: SelfTest, decision_logits: Tensor, logits: Tensor) -> Rep
         decision_difference=difference.max().item(),
         head_drift=difference.mean(-1).max().item(),
         decisions_flipped=int(((decided > 0) != (expected > 0)).sum()),
-        logit_difference=(found - theirs).abs().max().item(),
-        kl_per_token=kl_teacher_student(found, theirs).mean().item(),
-        top1_agreement=(found.argmax(-1) == theirs.argmax(-1)).double().mean().item(),
+        logit_difference=(computed - theirs).abs().max().item(),
+        kl_per_token=kl_teacher_student(computed, theirs).mean().item(),
+        top1_agreement=(computed.argmax(-1) == theirs.argmax(-1)).double().mean().item(),
         decision_tolerance=reference.decision_tolerance,
         kl_tolerance=reference.kl_tolerance,
     )
@@ -97,7 +97,7 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
 
     Raises:
         FileNotFoundError: If the directory, its weights or its self-test are absent.
-        ValueError: If it is no retrofitted export or a file is damaged.
+        ValueError: If it is not a retrofitted export or a file is damaged.
     """
     from transformers import AutoModelForCausalLM
 
@@ -111,7 +111,7 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
             "dms-generate"
         )
     reference = SelfTest.load(directory)
-    WeightReader(directory)  # refuses damaged shards in one line
+    WeightReader(directory)  # refuses damaged shards with a one-line error
     model = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=True, local_files_only=True, dtype=dtype or reference.dtype
     )

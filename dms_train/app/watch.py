@@ -19,18 +19,18 @@ from dms_train.observe.heartbeats import Heartbeats, Phase
 from dms_train.observe.log import logger
 from dms_train.observe.state_files import StateFiles
 
-# SIGUSR1: the time is nearly up. SIGTERM: a preemption, a node that is drained, a person.
+# SIGUSR1: the time limit is near. SIGTERM: a preemption, a drained node, or the user.
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
     """Log that ranks hang, and end this process, whose main thread waits."""
 
-    def end(found: str | None) -> None:
-        if found is None:
+    def end(reason: str | None) -> None:
+        if reason is None:
             os._exit(failures.REFUSED)
         error = failures.RankHangs(
-            f"{found}; the run ends here. Start the same command again to resume from the newest "
+            f"{reason}; the run ends here. Start the same command again to resume from the newest "
             "checkpoint"
         )
         lines = failures.describe(error)
@@ -47,7 +47,7 @@ def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
 
 @dataclass(slots=True)
 class RunWatch:
-    """Turns signals into a stop that all ranks take after the same step.
+    """Listener for signals; it makes all ranks stop after the same step.
 
     Signals reach the ranks in different steps and may reach one rank only; every rank calls
     `must_stop` after every step, and all get True as soon as one was signalled.
@@ -67,8 +67,8 @@ class RunWatch:
     def expecting_ranks(self, engine: McoreEngine) -> Iterator[None]:
         """End the run if a rank ends, stops or stalls inside the block.
 
-        To be called when data and model are there: building an index of the data lets no other
-        thread of its process run.
+        Call it after data and model are built: while Megatron builds a data index, no other
+        thread of the process runs.
         """
         if self.view.world_size > 1:
             engine.on_microbatch = self.heartbeats.progressed
@@ -81,9 +81,9 @@ class RunWatch:
         self.leave()
 
     def leave(self, *, in_order: bool = True) -> None:
-        """Record that the run is over, or this rank's part of it; the first call determines how."""
+        """Record that the run, or this rank's part of it, is over; later calls change nothing."""
         self.heartbeats.stop(in_order=in_order)
-        # it is sent until the process has ended, and would kill an interpreter that shuts down
+        # the launcher may send it again, which would kill an interpreter that is shutting down
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""YAML presets and command-line overrides into a `RunConfig`.
+"""Conversion of YAML presets and command-line overrides into a `RunConfig`.
 
-Hydra composes. An error of Hydra or OmegaConf becomes a `ConfigError` of one line that names the
+Hydra composes the values. Its errors become a one-line `ConfigError` that names the
 nearest valid key or group option.
 """
 
@@ -39,7 +39,7 @@ _PRESET = "method.preset"
 _POLICY = "policy"
 ASSETS_DIR = CONF_DIR.parent / "assets"
 
-# `${asset:NAME}` in a configuration is the path of something that ships with the package.
+# `${asset:NAME}` in a configuration is the path of a file or folder that the package ships.
 OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS_DIR / name), replace=True)
 
 
@@ -48,7 +48,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
 
     Args:
         overrides: Command-line overrides such as `experiment=tiny_retrofit` or `optim.lr=1e-4`.
-        config_dir: Folder searched for group files besides the ones that ship with the package.
+        config_dir: Folder searched for group files in addition to those of the package.
 
     Raises:
         ConfigError: One line for every problem.
@@ -94,7 +94,7 @@ def compose_evaluation(overrides: Sequence[str]) -> EvaluationOptions:
 def _with_policy(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split overrides into keys of `conf/eval.yaml` and options of the policy, as `KEY=JSON`.
 
-    Options that the policy does not have, or whose values do not fit, are refused with its own.
+    Unknown options and unsuitable values are refused with a list of the policy's options.
     """
     own = {item.name for item in fields(CachePolicyOptions)}
     kept, words = [], []
@@ -111,7 +111,7 @@ def _with_policy(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _plain_value(override: Override) -> Any:
-    """Return a number, text, truth value or None; a quoted text without its quotes."""
+    """Return a number, text, truth value or None; quotes around a text are removed."""
     value = override.value()
     return value.text if isinstance(value, QuotedString) else value
 
@@ -171,7 +171,7 @@ def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
 
 
 def _explain_key(text: str, known: list[str]) -> str | None:
-    """Explain what is wrong with an override of `dms-eval`; None if nothing is."""
+    """Explain what is wrong with an override of `dms-eval`; None if it is valid."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:

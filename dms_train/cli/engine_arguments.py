@@ -1,4 +1,4 @@
-"""Arguments of the engine, the same for every command that runs it."""
+"""Command-line arguments of the engine, shared by every command that runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dms_train.inference.options import CACHES, DTYPES, EngineOptions
 from dms_train.inference.policies.registry import parse_options, policy_names
 
-_SHORT = ("window", "budget", "cr")  # options of policies with an argument of their own
+_SHORT = ("window", "budget", "cr")  # policy options that have their own argument
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -18,11 +18,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=policy_names(),
         default="auto",
-        help="which tokens stay in the cache; auto is what the model was trained for",
+        help="cache policy; auto takes the one that the model was trained for",
     )
     add("--window", type=int, metavar="N", help="window of the policy, in tokens")
-    add("--budget", type=int, metavar="N", help="tokens that the policy keeps of a sequence")
-    add("--cr", type=float, metavar="RATIO", help="its compression ratio, instead of a budget")
+    add("--budget", type=int, metavar="N", help="tokens to keep of a sequence")
+    add("--cr", type=float, metavar="RATIO", help="compression ratio in place of a budget")
     add(
         "--policy-option",
         action="append",
@@ -36,7 +36,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         default="compact",
         help="compact frees evicted tokens, dense keeps and masks them (%(default)s)",
     )
-    add("--cache-bytes", type=int, metavar="N", help="most bytes of a compact cache (no limit)")
+    add("--cache-bytes", type=int, metavar="N", help="size limit of a compact cache (none)")
     add(
         "--gpu-memory-utilization",
         type=float,
@@ -44,17 +44,17 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of a GPU's memory to use if --cache-bytes is not given (%(default)s)",
     )
-    add("--max-model-len", type=int, metavar="N", help="most tokens of a sequence (the model's)")
+    add("--max-model-len", type=int, metavar="N", help="token limit of a sequence (the model's)")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="keep snapshots of the cache, from which prompts with the same first tokens start",
     )
-    add("--dtype", choices=DTYPES, default="auto", help="auto is the stored one")
+    add("--dtype", choices=DTYPES, default="auto", help="auto takes the stored dtype")
     add("--device", default="cpu", help="torch device (%(default)s)")
-    add("--max-num-seqs", type=int, default=16, help="prompts run at the same time (%(default)s)")
-    add("--prefill-chunk", type=int, default=512, help="prompt tokens of one pass (%(default)s)")
+    add("--max-num-seqs", type=int, default=16, help="concurrent sequences (%(default)s)")
+    add("--prefill-chunk", type=int, default=512, help="prompt tokens in one pass (%(default)s)")
     add(
         "--decode-steps",
         type=int,

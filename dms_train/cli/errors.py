@@ -1,4 +1,4 @@
-"""End of a command: exit codes, error lines of expected failures, a traceback for a bug."""
+"""End of a command: exit code, one line for an expected failure, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PATIENCE_SECONDS = 5.0
 def run_main(command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code.
 
-    Expected failures print one line for each problem on stderr and return 2: the project's own
-    ValueError classes, missing files and other refusals of the operating system such as a full
-    disk, a missing optional package, and the loss of another rank. Ctrl-C returns 130. Anything
-    else is a bug and propagates.
+    An expected failure prints one line for each problem on stderr and returns 2. Expected are the
+    project's ValueError classes, errors of the operating system (such as a full disk), missing
+    optional packages, and the loss of another rank. Ctrl-C returns 130. Any other
+    exception is a bug and propagates.
 
-    Most failures occur on all ranks alike, so ranks other than 0 wait before they print: a launcher
-    that sees rank 0 fail ends them meanwhile, and rank 0 is never ended before its message.
+    Most failures occur on all ranks, so ranks other than 0 wait before they print. Meanwhile the
+    launcher sees rank 0 fail and ends them. Rank 0 is never ended before it has printed.
     """
     hide_known_warnings()
     try:
@@ -45,9 +45,9 @@ def run_main(command: Callable[[], int | None]) -> int:
 def run_process(command: Callable[[], int | None]) -> NoReturn:
     """Call `run_main`, then end this process.
 
-    One of several ranks that failed after they met ends at once: shutting the interpreter down
-    waits for the collectives under way, which the others may never join, and may crash in the
-    threads of gloo that hold their tensors (https://github.com/pytorch/pytorch/pull/179291).
+    A rank that fails after the process group exists ends without shutting the interpreter down.
+    The shutdown would wait for collectives that other ranks may never join, and may crash in
+    gloo's threads, which hold tensors (https://github.com/pytorch/pytorch/pull/179291).
     """
     try:
         code = run_main(command)
@@ -64,11 +64,11 @@ def run_process(command: Callable[[], int | None]) -> NoReturn:
 
 
 def _has_met_others() -> bool:
-    distributed = sys.modules.get("torch.distributed")  # refusals of light commands load no torch
+    distributed = sys.modules.get("torch.distributed")  # a light command must not import torch
     return distributed is not None and distributed.is_initialized()
 
 
 def _may_repeat_others(error: BaseException) -> bool:
     if isinstance(error, OSError | ModuleNotFoundError):
-        return False  # a full disk, a missing mount or package belongs to one machine
+        return False  # a full disk, a missing mount or package concerns one machine only
     return isinstance(error, failures.PeerLost) or launcher.rank() != 0

@@ -1,7 +1,7 @@
 """Evaluate a model on a task: accuracy against KV reads and tokens in memory.
 
-`dms-eval key=value ...` generates W chains of at most L x 1,024 tokens for every document, scores
-them, and measures all lengths and widths of the sweep from the same chains. One JSON line for each
+`dms-eval key=value ...` generates W chains of at most L x 1,024 tokens for each document. It scores
+them, and measures all lengths and widths from the same chains. One JSON line for each
 chain goes to run.dir; the same command resumes an interrupted run.
 """
 
@@ -96,7 +96,7 @@ def _report(words: list[str]) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), help="page; Markdown goes beside it"
     )
-    parser.add_argument("--figures", type=Path, help="folder for each figure as a file of its own")
+    parser.add_argument("--figures", type=Path, help="folder for the figures as separate files")
     args = parser.parse_args(words)
     if args.output.suffix == ".md":
         parser.error(f"--output {args.output}: the page; its Markdown goes beside it as .md")
@@ -125,8 +125,8 @@ def _evaluate(overrides: list[str]) -> None:
     from dms_train.observe import log
 
     log.configure(0)
-    found = evaluate(prepare(options), log.logger().info, launcher.job())
-    for point in found.points():
+    result = evaluate(prepare(options), log.logger().info, launcher.job())
+    for point in result.points():
         print(point)
 
 

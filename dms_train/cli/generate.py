@@ -77,11 +77,11 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling").add_argument
-    add("--max-tokens", type=int, default=64, help="most new tokens of a prompt (%(default)s)")
+    add("--max-tokens", type=int, default=64, help="limit of new tokens (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0 (default) decodes greedily")
     add("--top-p", type=float, default=1.0, help="smallest set with this probability")
-    add("--top-k", type=int, default=-1, help="most likely tokens to draw from; -1 takes all")
-    add("--seed", type=int, help="of the random numbers (default: another one each time)")
+    add("--top-k", type=int, default=-1, help="draw from the K most likely; -1 takes all")
+    add("--seed", type=int, help="seed of random numbers (default: a new one each time)")
     add("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
@@ -117,9 +117,9 @@ def _numbers(kv: RequestKV | TotalKV) -> dict[str, Any]:
 
 def _print(outputs: list[RequestOutput], total: TotalKV) -> None:
     for output in outputs:
-        done = output.outputs[0]
-        shown = done.text or " ".join(map(str, done.token_ids))
-        print(f"[{output.request_id}] {output.prompt or ''}{shown}  ({done.finish_reason})")
+        completion = output.outputs[0]
+        shown = completion.text or " ".join(map(str, completion.token_ids))
+        print(f"[{output.request_id}] {output.prompt or ''}{shown}  ({completion.finish_reason})")
     names = [*(f"[{output.request_id}]" for output in outputs), "total"]
     rows = [*(_numbers(output.kv) for output in outputs), _numbers(total)]
     print("\n" + f"{'':22s}" + "".join(f"{name:>14s}" for name in names))

@@ -44,13 +44,13 @@ def evaluate_tasks(words: list[str]) -> None:
         download=args.download,
     )
     engine = engine_options(args)
-    resolve(args.model)  # what is refused without reading tasks is refused first
+    resolve(args.model)  # the quick checks come before the tasks are read
     run.require_unused(args.output)
     tasks = run.load_tasks(options)
-    found = run.evaluate(args.model, engine, tasks, options)
-    run.write_results(found, args.output, samples=args.log_samples)
-    print(run.table(found))
-    kv = found["dms"]["kv"]
+    results = run.evaluate(args.model, engine, tasks, options)
+    run.write_results(results, args.output, samples=args.log_samples)
+    print(run.table(results))
+    kv = results["dms"]["kv"]
     if kv is not None:
         print(
             f"cr_factor {kv['cr_factor']:.2f}  KV reads {kv['kv_reads']:,.0f}  "
@@ -85,7 +85,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (the task's)")
     add("--limit", type=float, metavar="N", help="documents of each task, or their share below 1")
     add("--gen-kwargs", metavar="K=V,...", help="changes of the tasks' generation_kwargs")
-    add("--apply-chat-template", action="store_true", help="make prompts chats")
+    add("--apply-chat-template", action="store_true", help="apply the chat template to prompts")
     add("--system-instruction", metavar="TEXT", help="text before every prompt")
-    add("--seed", type=int, default=1234, help="of examples and sampled answers (%(default)s)")
+    add("--seed", type=int, default=1234, help="seed of examples and answers (%(default)s)")
     add("--download", action="store_true", help="fetch data sets that are not on this disk")

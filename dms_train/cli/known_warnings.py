@@ -16,6 +16,6 @@ _KNOWN = (
 
 
 def hide_known_warnings() -> None:
-    """Hide them in this process; to be called before torch and megatron-core are imported."""
+    """Hide these warnings; call it before torch and megatron-core are imported."""
     for message in _KNOWN:
         warnings.filterwarnings("ignore", message=message)

@@ -1,11 +1,11 @@
 """Show what a run would do, without starting it; needs no GPU.
 
-Prints the layout, the memory of every pipeline stage by kind, floating-point operations and
-expected time of a step, and the schedule at five steps of every training stage. A layout that does
-not divide the model, or does not fit --gpu, is refused with one that does.
+Prints the layout, the memory of every pipeline stage by kind, and the operations and expected
+time of a step. Also prints the schedule at five steps of every training stage. If a layout does
+not divide the model or does not fit --gpu, the command suggests one that does and returns 2.
 
-With --inference: operations, memory traffic and latency of a decoding step instead, and the share
-of the KV cache in it, by the model of the DMS paper (appendix G).
+With --inference it prints the operations, memory traffic and latency of a decoding step instead,
+with the share of the KV cache. The model is that of the DMS paper (appendix G).
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def _counts(text: str) -> list[int]:
 
 def _ratios(text: str) -> list[float]:
     try:
-        found = [float(part) for part in text.split(",")]
+        ratios = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(1 <= ratio < float("inf") for ratio in found):
+        ratios = []
+    if not ratios or not all(1 <= ratio < float("inf") for ratio in ratios):
         raise argparse.ArgumentTypeError(f"{text}: give numbers from 1, separated by commas")
-    return found
+    return ratios
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -90,10 +90,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", help="as for dms-train: group=option key=value")
+    parser.add_argument("overrides", nargs="*", help="overrides: group=option key=value")
     parser.add_argument("--world-size", type=_count, help="number of processes (default: TP x PP)")
     parser.add_argument(
-        "--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; refuses what does not fit it"
+        "--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; refuses a run that does not fit"
     )
     parser.add_argument(
         "--list-layouts",
@@ -103,10 +103,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="the fastest N layouts (default 10) that divide and fit, instead of the plan",
     )
-    parser.add_argument("--config-dir", type=Path, help="folder with group files of your own")
+    parser.add_argument("--config-dir", type=Path, help="folder with your own group files")
     add = parser.add_argument_group("inference").add_argument
     add("--inference", action="store_true", help="plan decoding instead of training")
     add("--batch", type=_counts, default=[1, 256], metavar="N,N", help="sequences (1,256)")
-    add("--length", type=_counts, default=[8192], metavar="N,N", help="tokens of each (8192)")
+    add("--length", type=_counts, default=[8192], metavar="N,N", help="tokens of a sequence (8192)")
     add("--cr", type=_ratios, default=[1.0, 4.0, 8.0], metavar="X,X", help="ratios (1,4,8)")
     return parser.parse_intermixed_args(arguments)

@@ -1,10 +1,10 @@
-"""Compute the batch of a skipped step again, in parts, and report where it is not finite.
+"""Recompute a skipped step, one microbatch at a time, and report where it is not finite.
 
     python -m dms_train.cli.replay RUN/skipped/step_00000024.json
 
-Takes the configuration of the run folder and the newest checkpoint before that step, changes
-nothing, and prints loss and gradient norm of every microbatch. Under torchrun with the layout of
-the run a line is for one microbatch of every data rank.
+Uses the configuration of the run folder and the newest checkpoint before that step. Changes
+nothing, and prints loss and gradient norm of every microbatch. Under torchrun, with the layout of
+the run, a line stands for one microbatch of every data-parallel rank.
 """
 
 from __future__ import annotations

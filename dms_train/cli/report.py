@@ -1,7 +1,7 @@
 """Write plots, tables and the configuration of a run to one HTML file.
 
-Reads RUN/metrics.jsonl and RUN/config.yaml, also while the run is going. The file loads nothing
-from the network and holds the metrics as JSON.
+Reads RUN/metrics.jsonl and RUN/config.yaml, also while the run is in progress. The file loads
+nothing from the network and holds the metrics as JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Serve a model, dense or retrofitted, over HTTP in the shapes of OpenAI's API.
+"""Serve a model, dense or retrofitted, over HTTP with OpenAI's request and response formats.
 
 An export runs on the compact cache, which frees what the model evicts or merges. Every
-answer reports what the cache of its request cost.
+answer reports the size and the reads of the KV cache of its request.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add(
         "--api-key",
         metavar="KEY",
-        help="what clients must send (default: the environment variable DMS_API_KEY, else nothing)",
+        help="key that clients must send (default: environment variable DMS_API_KEY, else none)",
     )
     add(
         "--cors-origin",
@@ -85,7 +85,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--drain-seconds",
         type=float,
         default=_DEFAULTS.drain_seconds,
-        help="how long running requests may go on after SIGTERM (%(default)s)",
+        help="time for running requests to finish after SIGTERM (%(default)s)",
     )
 
 
@@ -101,7 +101,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--max-body-bytes",
         type=int,
         default=_DEFAULTS.max_body_bytes,
-        help="of a request; more is answered with 413 (%(default)s)",
+        help="limit of a request body; a larger one gets 413 (%(default)s)",
     )
     add("--max-prompt-tokens", type=int, help="of a prompt (default: what the model takes)")
     add(

@@ -1,10 +1,10 @@
 """`dms-train`: compose the configuration, then run its stages.
 
 `dms-train experiment=NAME key=value` is one run; Hydra only composes its values. Hydra's flags are
-accepted too: `--help`, `--cfg job` (prints the composed configuration), and `-m` for several runs
-one after the other, such as `-m optim.lr=1e-4,3e-4 'run.dir=outputs/lr-${optim.lr}'`.
+accepted too: `--help`, `--cfg job` (prints the composed configuration), and `-m` for several
+consecutive runs, such as `-m optim.lr=1e-4,3e-4 'run.dir=outputs/lr-${optim.lr}'`.
 
-`--until STAGE` leaves after that stage; the same command without it continues the run. With
+`--until STAGE` stops after that stage; the same command without it continues the run. With
 `--frozen RUN/config.yaml` that file is the configuration and nothing is composed.
 """
 
@@ -49,7 +49,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split off our own flags; any other flag (`hydra` is then true) is for Hydra to handle."""
+    """Split off our own flags; Hydra handles any other flag, and `hydra` is then true."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--until")

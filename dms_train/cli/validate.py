@@ -2,9 +2,9 @@
 
 Measures on held-out text (--data): KL divergence and top-1 agreement with the original, next-token
 losses, evicted share, KV reads and size of both caches. With --problems, both models also solve
-problems, and the share of right answers is compared. With --window-only a control is measured too:
-the original with only its sliding window. The self-test of the export is always replayed. One model
-is loaded at a time.
+problems, and their shares of right answers are compared. --window-only also measures a control:
+the original restricted to a sliding window. The self-test of the export is always replayed. Only
+one model is loaded at a time.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     text = parser.add_argument_group(
         "held-out text", "the validation split of a run, cut as that run cut it"
     )
-    text.add_argument("--data", metavar="PREFIX", help="of .bin, .idx and .manifest.json files")
+    text.add_argument("--data", metavar="PREFIX", help="of the .bin, .idx and .manifest.json")
     text.add_argument("--split", default="98,2,0", help="data.split of the run (%(default)s)")
     text.add_argument(
         "--seq-length", type=int, default=512, help="tokens of a sample (%(default)s)"
     )
     text.add_argument(
-        "--packing", action="store_true", help="data.packing of the run: documents apart"
+        "--packing", action="store_true", help="data.packing of the run: keep documents apart"
     )
     text.add_argument("--samples", type=int, default=64, help="number of samples (%(default)s)")
     text.add_argument("--seed", type=int, default=1234, help="run.seed of the run (%(default)s)")
     exam = parser.add_argument_group("problems", "prompts with known answers, decoded greedily")
     exam.add_argument("--problems", metavar="FILE", help="JSON lines of prompts and answers")
-    exam.add_argument("--max-problems", type=int, default=400, help="of the file (%(default)s)")
+    exam.add_argument("--max-problems", type=int, default=400, help="limit (%(default)s)")
     exam.add_argument(
-        "--max-tokens", type=int, default=256, help="generated for one prompt (%(default)s)"
+        "--max-tokens", type=int, default=256, help="tokens generated for one prompt (%(default)s)"
     )
     exam.add_argument(
         "--answer-pattern",
@@ -76,7 +76,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="regular expression; its one group matches an answer",
     )
     exam.add_argument(
-        "--max-num-seqs", type=int, default=100, help="solved at the same time (%(default)s)"
+        "--max-num-seqs", type=int, default=100, help="concurrent sequences (%(default)s)"
     )
     parser.add_argument(
         "--window-only",

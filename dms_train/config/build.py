@@ -1,4 +1,4 @@
-"""Plain mappings into frozen dataclasses and back; what does not fit is refused.
+"""Conversion of plain mappings into frozen dataclasses and back; unsuitable values are refused.
 
 The mapping may come from YAML, JSON or Python.
 """
@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class _Refused:
-    """Problems found so far, and every key there is to suggest."""
+    """Problems found so far, and every valid key to suggest."""
 
     known: list[str]
     lines: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ def build(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def build_dataclass(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
-    """Build any of the option dataclasses; `path` is the key of `mapping` in the whole."""
+    """Build any option dataclass; `path` is the key of `mapping` in the configuration."""
     known = [path, *valid_paths(cls, path)] if path else list(valid_paths(cls))
     refused = _Refused(known=known)
     result = _dataclass(cls, mapping, path, refused)
@@ -82,7 +82,7 @@ def unknown_key(path: str, valid: Iterable[str]) -> str:
     block, _, name = wrong.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == block]
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
-    # a name that exists in another block was probably meant, unless a sibling is very near
+    # prefer the same name in another block, unless a sibling is very similar
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)
     if near:
         hint = f"did you mean {block}.{near[0]}?" if block else f"did you mean {near[0]}?"
@@ -94,14 +94,14 @@ def unknown_key(path: str, valid: Iterable[str]) -> str:
 
 
 def _shortest_unknown(path: str, known: list[str]) -> str:
-    parts = path.split(".")
-    prefixes = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    keys = path.split(".")
+    prefixes = [".".join(keys[: end + 1]) for end in range(len(keys))]
     return next((prefix for prefix in prefixes if prefix not in known), path)
 
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Return the type hint of every field; a `ClassVar` is no field."""
+    """Return the type hint of every field; a `ClassVar` is not a field."""
     hints = typing.get_type_hints(cls)
     return {item.name: hints[item.name] for item in fields(cls)}
 

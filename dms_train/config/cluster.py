@@ -1,4 +1,4 @@
-"""Options of a SLURM cluster and of the part of it that a run takes."""
+"""Options of a SLURM cluster and the resources that a run requests from it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class ClusterOptions:
 
     Attributes:
         nodes: Nodes of a training job.
-        processes_per_node: Ranks on each of them, one for each GPU.
+        processes_per_node: Ranks on each node, one for each GPU.
         gpus_per_node: GPUs to request; 0 requests none.
-        gpu: Model of the GPUs in `planning.gpus.GPUS`; a run that does not fit it is refused. None
-            is unknown.
+        gpu: Name of the GPUs in `planning.gpus.GPUS`; a run that does not fit is refused. None
+            disables the check.
         cpus_per_node: Cores to request.
-        time: Time limit of a job that trains or evaluates on tasks, as SLURM writes it; the run
-            continues in the next one.
+        time: Time limit of a job that trains or evaluates on tasks, in SLURM's format; the run
+            continues in the next job.
         convert_time: Time limit of a job that converts or validates.
-        partition: Partition; None is SLURM's default. `account` and `qos` likewise.
+        partition: Partition; None is SLURM's default. The same holds for `account` and `qos`.
         options: Further options of sbatch, such as `--exclusive`.
         container_image: Image for pyxis and enroot; None runs without a container.
         container_mounts: Mounts such as `/data:/data:ro`, besides the run folder and the current
-            one.
-        python: Interpreter of the jobs; None is the one that submits.
+            folder.
+        python: Interpreter of the jobs; None takes the one that runs `dms-submit`.
         signal_seconds: Seconds before the time limit at which a run is signalled to save and stop.
         save_seconds: Longest time that saving may take.
         hang_seconds: A job without heartbeat for this long is ended; 0 never ends it.

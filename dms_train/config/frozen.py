@@ -14,7 +14,7 @@ from dms_train.evaluation.options import SANDBOX
 from dms_train.observe.state_files import current_stage
 
 CONFIG_FILE = "config.yaml"
-# What a resumed run may change: it affects no sample, weight or decision.
+# Keys that a resumed run may change, because they affect no sample, weight or decision.
 _FREE = (
     "observe",
     "cluster",
@@ -34,10 +34,10 @@ _MOVED = {
 
 
 def read_frozen(file: Path) -> RunConfig:
-    """Read the configuration that a run folder holds, also one of an earlier version.
+    """Read the configuration in a run folder, also if an earlier version wrote it.
 
     Raises:
-        ConfigError: There is none, or it cannot be used.
+        ConfigError: The file is absent or cannot be used.
     """
     try:
         values = yaml.safe_load(file.read_text())
@@ -72,7 +72,7 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _block(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a block, or an empty one for a value that is none."""
+    """Return a block; an empty one if the value is not a mapping."""
     block = values.get(name)
     return block if isinstance(block, dict) else {}
 
@@ -98,9 +98,9 @@ def require_same(config: RunConfig, file: Path) -> None:
 
 
 def _own_rates(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return a flat view that names a stage's learning rate if it is the common one.
+    """Return a flat view in which stages with the common learning rate refer to `optim.lr`.
 
-    A change of `optim.lr` is then one difference and not one for each stage.
+    A change of `optim.lr` is then one difference instead of one for each stage.
     """
     common = flat.get("optim.lr")
     return {

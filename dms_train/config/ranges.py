@@ -1,4 +1,4 @@
-"""Check every value of a configuration alone.
+"""Check each value of a configuration on its own.
 
 Limits stand next to the options of each package. This module adds those that need several packages.
 """
@@ -42,5 +42,7 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
 
 
 def _presets() -> list[str]:
-    """Return the presets of the method, and those that only an export format names."""
-    return list(dict.fromkeys([*PRESETS, *(found.preset for found in FORMATS.values())]))
+    """Return the presets of methods, and those that only an export format has."""
+    return list(
+        dict.fromkeys([*PRESETS, *(export_format.preset for export_format in FORMATS.values())])
+    )

@@ -1,7 +1,7 @@
-"""Values that a configuration leaves to another key, replaced once, when it is composed.
+"""Values that default to another key; they are filled in once, when a configuration is composed.
 
-The run folder, Weights & Biases and `dms-plan` then hold what is used. Values that depend on the
-machine (`kernels=auto`) or on other files (`stage.retrofit.start_cr`) stay as they are.
+The run folder, Weights & Biases and `dms-plan` then show the values in use. Those that depend on
+the machine (`kernels=auto`) or on other files (`stage.retrofit.start_cr`) stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def resolved(config: RunConfig) -> RunConfig:
     if stage.export.format is None:
         name = format_of_preset(config.method.preset, config.method.kind)
         stage = replace(stage, export=replace(stage.export, format=name))
-    # a learning rate that is refused is refused once, under the key that was written
+    # report an invalid learning rate once, under the key that the user wrote
     if not any(limits.problems(config.optim)):
         stage = _with_rates(stage, config.optim.lr)
     return replace(config, stage=stage)

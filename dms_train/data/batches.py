@@ -25,8 +25,8 @@ class Sample(NamedTuple):
         tokens: int64 [s], inputs.
         labels: int64 [s], the token after each input.
         loss_mask: float32 [s], 1 where the position counts in the loss, else 0.
-        document_lengths: Positions of each document that is packed into the sample, int64
-            [documents]; padding follows the last one. None when the sample is one text.
+        document_lengths: Positions of each packed document, int64 [documents]; padding follows the
+            last one. None if the sample is one text.
     """
 
     tokens: Tensor
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
 
 class Samples(Protocol):
-    """Numbered samples, from 0 to the length less 1."""
+    """Numbered samples, from 0 to the length minus 1."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
         labels: int64 [b, s], the token after each input.
         loss_mask: float32 [b, s], 1 where the position counts in the loss, else 0.
         samples: int64 [b], global sample numbers.
-        documents: Documents that are packed into the samples; None when each is one text.
+        documents: Packed documents of the samples; None if each sample is one text.
     """
 
     tokens: Tensor
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
 
     @property
     def positions(self) -> int | Tensor:
-        """Positions that are not padding."""
+        """Number of positions that are not padding."""
         return self.tokens.numel() if self.documents is None else self.documents.tokens.sum()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -108,8 +108,8 @@ class BatchSource:
         """Fix the layout of a global batch.
 
         Raises:
-            ValueError: A size is no whole number, the global batch does not divide into equal
-                microbatches over the ranks, or the rank is not one of them.
+            ValueError: A size is not a whole number, the global batch does not divide into equal
+                microbatches over the ranks, or the rank is out of range.
         """
         sizes = {
             "micro_batch_size": micro_batch_size,
@@ -136,17 +136,17 @@ class BatchSource:
         self._global_batch_size = global_batch_size
         self._rank = data_parallel_rank
         self._size = data_parallel_size
-        self._ahead: tuple[int, list[Batch]] | None = None  # a first sample and what it begins
+        self._ahead: tuple[int, list[Batch]] | None = None  # first sample and its microbatches
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of this rank in one global batch."""
+        """Number of microbatches of this rank in one global batch."""
         return self._global_batch_size // (self._micro_batch_size * self._size)
 
     def read_ahead(self, first_sample: int) -> None:
-        """Keep the microbatches that the next call asks for.
+        """Read the microbatches of the next global batch and keep them.
 
-        An error is left to that call, which reads again, so that the step under way is finished.
+        An error is not raised here, so that the current step can finish. The next call reads again.
         """
         with suppress(Exception):
             self._ahead = first_sample, self._read(first_sample)

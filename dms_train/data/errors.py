@@ -1,7 +1,7 @@
-"""The error of this package."""
+"""Error class of this package."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """Token data is missing, damaged, unfit for the run or too small; the message is one line."""
+    """Token data is missing, damaged, unsuitable or too small; the message is one line."""

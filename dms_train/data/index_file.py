@@ -21,13 +21,13 @@ _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _BYTES_PER_SEQUENCE = 4 + 8
 _BYTES_PER_BOUNDARY = 8
-_DTYPES = {4: "int32", 8: "uint16"}  # megatron-core's codes of the types of a token
+_DTYPES = {4: "int32", 8: "uint16"}  # megatron-core's codes of token dtypes
 _CODES = {"uint8": 1} | {name: code for code, name in _DTYPES.items()}  # a mask is uint8
-_UINT16_VOCABULARY = 65500  # megatron-core stores smaller ones as uint16
+_UINT16_VOCABULARY = 65500  # megatron-core stores smaller vocabularies as uint16
 
 
 class ShardIndex(NamedTuple):
-    """Statement of the index about the tokens.
+    """Contents of an index file.
 
     Attributes:
         dtype: Name of the numpy type of a token, `uint16` or `int32`.
@@ -39,7 +39,7 @@ class ShardIndex(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens in all documents."""
+        """Number of tokens in all documents."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
@@ -84,8 +84,8 @@ def read_index(prefix: str | Path) -> ShardIndex:
     """Read and check the index of one shard.
 
     Raises:
-        DataError: The header is not Megatron's, or the file is shorter or longer than the header
-            says, or a document consists of several sequences.
+        DataError: The header is not Megatron's, the file size contradicts the header, or a document
+            consists of several sequences.
     """
     path = idx_path(prefix)
     dtype, sequences, boundaries = _read_header(path)

@@ -1,4 +1,4 @@
-"""`PREFIX.manifest.json`: required content of a pair of `.bin/.idx` files, and its tokenizer.
+"""`PREFIX.manifest.json`: the expected content of `.bin/.idx` files, and their tokenizer.
 
 If the loss counts only some tokens, the shard has a second pair, `PREFIX.loss_mask.bin` and `.idx`.
 It has one byte for each token: 1 where the token counts as a label, else 0.
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMask:
-    """The mask files of a shard; their documents have the lengths of the shard's.
+    """Mask files of a shard; their documents are as long as the shard's.
 
     Attributes:
         loss_tokens: Tokens that count in the loss.
@@ -60,8 +60,8 @@ class Manifest:
     Attributes:
         format_version: Version of this record, `FORMAT_VERSION`.
         tokenizer_sha256: Hash of the bytes of `tokenizer.json`.
-        vocab_size: Entries of the tokenizer, added tokens included; of generated documents rows of
-            the model's embedding, if those are more.
+        vocab_size: Number of tokenizer entries, including added tokens. For generated documents,
+            the number of rows of the model's embedding if it is larger.
         eod_id: Token that ends every document; None when none was appended.
         max_token_id: Largest token id in the data.
         documents: Documents in the shard.
@@ -74,7 +74,7 @@ class Manifest:
         sources: Input files in order.
         created_with: Version of each program that wrote it.
         loss_mask: The mask files; None when every token counts in the loss.
-        preparation: Choice and rendering of the documents, for commands that do both.
+        preparation: Settings of the choice and rendering of documents, for commands that do both.
     """
 
     format_version: int = FORMAT_VERSION
@@ -178,8 +178,8 @@ def check_shard(prefix: str | Path, manifest: Manifest) -> None:
     Reads the whole index but only the size of the token file; see `check_bin_hash`.
 
     Raises:
-        DataError: A file is missing, has another size or another hash, has an invalid header, or
-            holds other counts of documents or tokens.
+        DataError: A file is missing, its size, hash or header is wrong, or its numbers of
+            documents or tokens differ.
     """
     for path, size in (
         (bin_path(prefix), manifest.bin_bytes),
@@ -193,13 +193,13 @@ def check_shard(prefix: str | Path, manifest: Manifest) -> None:
         _check_size(prefix, idx_path(mask), manifest.idx_bytes)
         check_hash(idx_path(mask), manifest.loss_mask.idx_sha256)
     index = read_index(prefix)
-    found = {
+    actual = {
         "documents": len(index.lengths),
         "tokens": index.tokens,
         "dtype": index.dtype,
         "bin_bytes": index.bin_bytes,
     }
-    for name, value in found.items():
+    for name, value in actual.items():
         if value != getattr(manifest, name):
             raise DataError(
                 f"{idx_path(prefix)}: {name} is {value}, the manifest says "
@@ -230,11 +230,11 @@ def check_run(manifest: Manifest, *, vocab_size: int, tokenizer_sha256: str | No
 
     Args:
         manifest: The shard's manifest.
-        vocab_size: Rows of the model's embedding that are real tokens.
+        vocab_size: Number of embedding rows of the model, without padding.
         tokenizer_sha256: Hash of the model's `tokenizer.json`; None when the model has none.
 
     Raises:
-        DataError: A token id lies outside the vocabulary or the tokenizer is another one.
+        DataError: A token id lies outside the vocabulary, or the tokenizer differs.
     """
     names = ", ".join(source.name for source in manifest.sources)
     if manifest.max_token_id >= vocab_size:

@@ -13,10 +13,10 @@ from dms_train.data.manifest import mask_prefix, read_manifest
 
 
 class MaskedGPTDataset(GPTDataset):
-    """GPTDataset in whose samples a label counts in the loss if it does in its shard's mask files.
+    """GPTDataset with a loss mask from the mask files of its shard.
 
-    The mask files hold documents of the same lengths, so that the indices of the tokens are also
-    those of the masks. Without mask files every label counts.
+    The mask files hold documents of the same lengths, so one index addresses tokens and masks.
+    Without mask files every label counts in the loss.
 
     Args:
         indexed_dataset: The tokens.
@@ -32,7 +32,7 @@ class MaskedGPTDataset(GPTDataset):
             self._masks.dataset = IndexedDataset(str(mask_prefix(dataset_path)))
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """Return one sample, as GPTDataset makes it, with the mask of its labels."""
+        """Return a sample of GPTDataset with the mask of its labels."""
         sample: dict[str, torch.Tensor] = super().__getitem__(idx)
         if self._masks is None or idx is None:
             return sample

@@ -1,4 +1,4 @@
-"""Options of the training tokens and of the batches that they are cut into."""
+"""Options of the training tokens and their batches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class DataOptions:
         global_batch_size: Samples per optimizer step over all ranks.
         cache_dir: Folder of Megatron's shuffle indices.
         eod_mask_loss: Leave positions whose input is the end-of-document token out of the loss.
-        packing: Samples hold whole documents, and attention, the window, the decision shift and
-            position ids start again at each (what megatron calls `reset_attention_mask` and
-            `reset_position_ids`). Off, samples are cut from concatenated documents, which attend
-            to each other.
+        packing: Samples hold whole documents. Attention, window, decision shift and position ids
+            start again at each document (Megatron's `reset_attention_mask` and
+            `reset_position_ids`). Without packing, samples are cut from concatenated documents,
+            which attend to each other.
     """
 
     paths: tuple[str, ...]
@@ -39,7 +39,7 @@ class DataOptions:
     packing: bool = False
 
     def check(self, path: str) -> Iterator[str]:
-        """Report paths, weights and shares that make no blend."""
+        """Report paths, weights and shares that do not form a blend."""
         if not self.paths:
             yield f"{path}.paths=[]: name at least one prefix of a .bin/.idx pair"
         if self.weights is not None:

@@ -1,4 +1,4 @@
-"""Samples of whole documents, for training in which documents do not attend to each other."""
+"""Samples of whole documents that do not attend to each other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dms_train.data.manifest import mask_prefix, read_manifest
 
 
 class PackedGPTDataset(GPTDataset):
-    """Samples that `packing.pack` makes of the documents of one split of one shard.
+    """Samples that `packing.pack` makes from one split of one shard.
 
-    It is built by megatron's builder like GPTDataset, which divides shards into splits and blends
-    them. Sequences are computed from the lengths of the documents in every process, so nothing is
-    cached on disk.
+    Megatron's builder creates it in place of GPTDataset, divides shards into splits and blends
+    them. Every process computes the sequences from the document lengths, so nothing is cached on
+    disk.
 
     Args:
         indexed_dataset: The tokens.
@@ -32,7 +32,7 @@ class PackedGPTDataset(GPTDataset):
             self._masks = IndexedDataset(str(mask_prefix(dataset_path)))
 
     def _build_document_sample_shuffle_indices(self) -> tuple[None, None, None]:
-        """Do nothing; GPTDataset calls it instead of building the indices of its own samples."""
+        """Do nothing; GPTDataset would build the indices of its own samples here."""
         length = self.config.sequence_length
         self._pieces = packing.cut(self.dataset.sequence_lengths[self.indices], length)
         self._sequences = packing.pack(
@@ -41,11 +41,11 @@ class PackedGPTDataset(GPTDataset):
         return None, None, None
 
     def __len__(self) -> int:
-        """Return the number of sequences of the epochs that were requested."""
+        """Return the number of sequences in the requested epochs."""
         return len(self._sequences)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """Return one sample: tokens, labels, loss mask, and lengths of its documents in positions.
+        """Return one sample: tokens, labels, loss mask, and document lengths in positions.
 
         Padding has token 0 and does not count in the loss.
         """
@@ -56,12 +56,12 @@ class PackedGPTDataset(GPTDataset):
         lengths = torch.from_numpy(self._pieces.positions[chosen])
         ends = lengths.cumsum(0).tolist()
         for piece, first, last in zip(chosen.tolist(), [0, *ends], ends, strict=False):
-            place = self._read(piece)
-            text = torch.from_numpy(self.dataset.get(*place).astype("int64"))
+            location = self._read(piece)
+            text = torch.from_numpy(self.dataset.get(*location).astype("int64"))
             tokens[first:last], labels[first:last] = text[:-1], text[1:]
             loss_mask[first:last] = 1.0
             if self._masks is not None:
-                mask = self._masks.get(*place)[1:].astype("float32")
+                mask = self._masks.get(*location)[1:].astype("float32")
                 loss_mask[first:last] = torch.from_numpy(mask)
         if self.config.eod_mask_loss:
             loss_mask[tokens == self.config.tokenizer.eod] = 0.0
@@ -73,6 +73,6 @@ class PackedGPTDataset(GPTDataset):
         }
 
     def _read(self, piece: int) -> tuple[int, int, int]:
-        """Return document, first token and number of tokens of a piece."""
+        """Return the document, the first token and the number of tokens of a piece."""
         document, offset, positions = (int(column[piece]) for column in self._pieces)
         return int(self.indices[document]), offset, positions + 1

@@ -18,12 +18,12 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """Documents, those that are too long in parts; int64 [pieces] each.
+    """Documents, long ones cut into pieces; every array is int64 [pieces].
 
     Attributes:
         document: Number of the document.
-        offset: Its token that the piece starts with.
-        positions: Inputs of the piece; it reads one token more, the last label.
+        offset: Index of the piece's first token in the document.
+        positions: Number of inputs of the piece; it reads one more token, the last label.
     """
 
     document: Numbers
@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Packed sequences.
+    """Sequences of packed pieces.
 
     Attributes:
         pieces: Numbers of pieces, one sequence after the other, int64 [total].
@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
         return len(self.bounds) - 1
 
     def of(self, number: int) -> Numbers:
-        """Return the pieces of one sequence, in their order."""
+        """Return the pieces of one sequence, in order."""
         return self.pieces[self.bounds[number] : self.bounds[number + 1]]
 
 
@@ -87,7 +87,7 @@ def pack(positions: Numbers, seq_length: int, *, seed: int, count: int) -> Seque
         order = order[np.argsort(-positions[order], kind="stable")]
         packed, left = _fill(order.tolist(), positions.tolist(), seq_length, left)
         packed = [packed[number] for number in random.permutation(len(packed))]
-        # arrays, which take a tenth of the memory
+        # arrays take a tenth of the memory of lists
         sizes.append(np.array([len(sequence) for sequence in packed], dtype=np.int64))
         flat.append(np.array([piece for sequence in packed for piece in sequence], dtype=np.int64))
         made += len(packed)
@@ -97,7 +97,7 @@ def pack(positions: Numbers, seq_length: int, *, seed: int, count: int) -> Seque
 def _fill(
     order: list[int], positions: list[int], seq_length: int, left: list[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Fit pieces in this order, best fit first, starting with one open sequence."""
+    """Place the pieces in the given order, each by best fit, starting with one open sequence."""
     by_free: dict[int, list[list[int]]] = {}  # sequences by their free positions
     ascending: list[int] = []  # the keys of `by_free`
 

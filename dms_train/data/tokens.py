@@ -1,6 +1,6 @@
 """Training and validation samples, built by Megatron's own data sets.
 
-Megatron concatenates the documents of a split in a shuffled order, epoch after epoch, cuts the
+Megatron concatenates the documents of a split in a shuffled order, epoch after epoch. It cuts the
 stream into windows of `seq_length + 1` tokens and shuffles the windows. Documents are not kept
 apart by masks: each should end in an end-of-document token. With `packing` a sample holds whole
 documents instead, which are kept apart (`packed_dataset`). Labels that a shard's mask files leave
@@ -87,10 +87,10 @@ class _Shard(NamedTuple):
 
 
 class _Vocabulary:
-    """The four attributes that Megatron's data sets read of a tokenizer.
+    """Stand-in for a tokenizer with the four attributes that Megatron's data sets read.
 
-    The identifiers name Megatron's cached indices. They hold the shards' hashes because Megatron
-    itself goes by path alone and would reuse the indices of files that have since been replaced.
+    The identifiers name Megatron's cached indices. They hold the shards' hashes, because Megatron
+    compares only paths and would reuse the indices of files that have been replaced since.
     """
 
     pad = -1  # stands for no token: samples are never padded
@@ -106,7 +106,7 @@ class _Vocabulary:
 
 
 class _Builder(BlendedMegatronDatasetBuilder):
-    """Megatron's builder, also able to blend without a process group."""
+    """Megatron's builder; it can also blend without a process group."""
 
     @staticmethod
     def build_generic_dataset(
@@ -128,7 +128,7 @@ class _Builder(BlendedMegatronDatasetBuilder):
 def check_files(
     options: DataOptions, *, vocab_size: int, tokenizer_sha256: str | None, validates: bool
 ) -> None:
-    """Find what `build_datasets` would refuse, without building anything.
+    """Run the checks of `build_datasets` without building anything.
 
     Args:
         options: Files, blend weights, split and sequence length.
@@ -137,7 +137,7 @@ def check_files(
         validates: True if validation samples will be requested.
 
     Raises:
-        DataError: See `build_datasets`; or a file was made with another tokenizer.
+        DataError: As `build_datasets`, or a file was made with another tokenizer.
     """
     _check_options(options)
     shards = [_open_shard(prefix, vocab_size, tokenizer_sha256) for prefix in options.paths]
@@ -163,7 +163,7 @@ def build_datasets(  # noqa: PLR0913 - all named
     """Build the training and validation samples; every rank must call this.
 
     Rank 0 builds Megatron's indices in `cache_dir`, then the others map them, so all ranks must see
-    that directory. Works with or without an initialised process group.
+    that directory. The function works with or without an initialised process group.
 
     Args:
         options: Files, blend weights, split and sequence length.
@@ -207,7 +207,7 @@ def build_valid_samples(
     """Build the first `options.global_batch_size` validation samples, for evaluation commands.
 
     Raises:
-        DataError: See `build_datasets`; or a token file is damaged.
+        DataError: As `build_datasets`, or a token file is damaged.
     """
     _check_options(options)
     for prefix in options.paths:
@@ -227,7 +227,7 @@ def build_valid_samples(
 
 
 def _check_options(options: DataOptions) -> None:
-    """Refuse values that Python code may pass and a configuration may not."""
+    """Refuse values that Python code could pass but a configuration could not."""
     problems = list(limits.wrong_types(options, "data"))
     if problems:
         raise DataError("\n".join(problems))
@@ -321,8 +321,8 @@ def _split_tokens(
 def _surplus(weights: list[float], samples: int) -> float:
     """Return the share of extra samples per shard that covers the rounding of a blend.
 
-    Rounding up each shard's part lengthens the blend by at most one sample per shard, and the
-    blend leads its exact proportions by less than one sample per shard.
+    Rounding up each shard's part lengthens the blend by at most one sample per shard. The blend
+    leads its exact proportions by less than one sample per shard.
     """
     smallest = min(weights) / sum(weights)
     return len(weights) / samples * (1 + 1 / smallest)

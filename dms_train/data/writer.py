@@ -29,7 +29,7 @@ _PACKAGES = ("megatron-core", "numpy", "tokenizers", "transformers")
 
 
 def refuse_existing(prefix: Path, overwrite: bool) -> None:
-    """Refuse a prefix that has a complete shard, unless it is to be replaced.
+    """Refuse a prefix that has a complete shard, unless `overwrite` is set.
 
     Raises:
         DataError: The shard exists and `overwrite` is not set.
@@ -39,7 +39,7 @@ def refuse_existing(prefix: Path, overwrite: bool) -> None:
 
 
 class _DocumentFile:
-    """Values of documents, and the lengths of these documents: `PREFIX.bin` and `PREFIX.idx`."""
+    """Writer of one pair of files: values in `PREFIX.bin`, document lengths in `PREFIX.idx`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
         self._prefix, self._dtype = prefix, dtype
@@ -116,7 +116,7 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove what `finish` has not renamed."""
+        """Remove the temporary files that `finish` has not renamed."""
         # Closing flushes, which fails again on a full disk.
         for file in self._files():
             with suppress(OSError):
@@ -134,8 +134,8 @@ class ShardWriter:
             mask: uint8 [tokens], 1 where the token counts in the loss; needs `loss_mask`.
 
         Raises:
-            DataError: The arrays are no document, a token id lies outside the vocabulary, or the
-                disk is full.
+            DataError: The arrays do not form a document, a token id lies outside the vocabulary, or
+                the disk is full.
         """
         for array in (document, mask):
             if not (array is None or (isinstance(array, np.ndarray) and array.dtype.kind in "iu")):
@@ -160,11 +160,11 @@ class ShardWriter:
     def finish(
         self, sources: tuple[Source, ...], preparation: dict[str, Any] | None = None
     ) -> Manifest:
-        """Put the files in place.
+        """Rename the files to their final names.
 
         Args:
             sources: Input files in order.
-            preparation: Statement of the manifest about the making of the documents.
+            preparation: Settings to store in the manifest as `preparation`.
 
         Raises:
             DataError: There are no documents, or a file cannot be written.
@@ -179,7 +179,7 @@ class ShardWriter:
                 _flush(partial)
             manifest = self._manifest(sources, preparation)
             manifest_path(self._prefix).unlink(missing_ok=True)
-            for path in (bin_path, idx_path):  # of an earlier shard that had a mask
+            for path in (bin_path, idx_path):  # left by an earlier shard that had a mask
                 path(mask_prefix(self._prefix)).unlink(missing_ok=True)
             for partial, final in self._pairs():
                 partial.replace(final)

@@ -1,4 +1,4 @@
-"""Values of command-line options that several commands of `dms-data` have."""
+"""Parsers of option values that several `dms-data` commands share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def count(text: str) -> int:
     """Parse a whole number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: It is smaller.
-        ValueError: It is no whole number.
+        argparse.ArgumentTypeError: The number is smaller than 1.
+        ValueError: The text is not a whole number.
     """
     value = int(text)
     if value < 1:

@@ -1,4 +1,4 @@
-"""Rows with a conversation: a list of messages, or a prompt and its completion."""
+"""Conversion of rows with messages, or with a prompt and its completion, to samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = ("uuid", "id")
 
 
 def sample_of(row: Row, messages_key: str) -> Sample:
-    """Return a row with its one conversation; without an assistant turn it is rejected.
+    """Return the sample of a row; a conversation without an assistant turn is rejected.
 
     Raises:
         DataError: The row holds no conversation, or a message without role or content.

@@ -1,4 +1,4 @@
-"""Documents of a model's own continuations: prompts in, a shard of token files out.
+"""Generation of documents: a model continues prompts, and a shard stores the results.
 
 A continuation depends on the seed of its row and on its number. The shard therefore does not depend
 on the other prompts of a batch, on the order in which they finish, or on interruptions, except for
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("dms-train", "tokenizers", "torch", "transformers")
 _ROWS_PER_COMMIT = 16
-_AHEAD = 8  # rows after the first unfinished one, in units of the sequences that run
+_AHEAD = 8  # rows read beyond the first unfinished one, in units of the running sequences
 _ENGINE_SETTINGS = ("policy", "policy_options", "cache", "max_model_len", "dtype")
-# Why a continuation ended, as the manifest names it. Without memory there is no document.
+# Name in the manifest for each end of a continuation; "memory" leaves no document.
 _ENDS = {"stop": "finished", "length": "cut", "memory": "out_of_memory"}
 
 
@@ -52,13 +52,13 @@ class ContinuationJob:
         output: Prefix of the files to write.
         rows: Source of the prompts.
         prompts: Conversion of a row to a prompt.
-        sampling: Sampling parameters; `n` continuations of each prompt, `seed` of all of them.
+        sampling: Sampling parameters: `n` continuations of each prompt, and `seed` for all of them.
         engine: Engine options.
-        loss_on: The generated tokens, or every token.
-        append_eod: End every document in the tokenizer's `eos_token`.
+        loss_on: Tokens that the loss counts: the generated ones, or all.
+        append_eod: Append the tokenizer's `eos_token` to every document.
         evaluation_sets: Files whose problems must not be trained on.
-        limit: Rows to read; None takes all.
-        shard: Share of the rows.
+        limit: Number of rows to read; None takes all.
+        shard: Part of the rows to read.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
 
@@ -81,9 +81,9 @@ class _Model(NamedTuple):
 
     Attributes:
         sha256: Hash of weights, configuration and tokenizer.
-        vocab_size: Rows of its embedding.
-        longest: Most tokens of a sequence.
-        stop_ids: Its end-of-text tokens.
+        vocab_size: Number of rows of the embedding.
+        longest: Largest number of tokens in a sequence.
+        stop_ids: End-of-text tokens.
     """
 
     sha256: str
@@ -93,7 +93,7 @@ class _Model(NamedTuple):
 
 
 def make_shard(job: ContinuationJob) -> Manifest:
-    """Make one shard, or go on with it where an earlier call was interrupted.
+    """Make one shard, or continue an interrupted call.
 
     Prompts in files are read and checked before the model is loaded.
 
@@ -122,7 +122,7 @@ def make_shard(job: ContinuationJob) -> Manifest:
 
 
 def _describe(job: ContinuationJob) -> _Model:
-    # not at the top of the file: they import torch, which `dms-data --help` does not need
+    # not at the top of the file, because they import torch and `dms-data --help` must start fast
     from dms_train.evaluation.scaling.run import model_hash
     from dms_train.hf.directory import WeightReader, read_architecture
     from dms_train.inference.cache_builder import longest_sequence
@@ -141,7 +141,7 @@ def _describe(job: ContinuationJob) -> _Model:
 def _settings(
     job: ContinuationJob, model: _Model, encoder: PromptEncoder, sets: EvaluationSets
 ) -> dict[str, Any]:
-    """Return everything that the documents depend on."""
+    """Return all settings that affect the documents."""
     engine = asdict(job.engine)
     settings = {
         "command": "generate",
@@ -163,12 +163,12 @@ def _settings(
         "append_eod": job.append_eod,
         "versions": package_versions(_PACKAGES),
     }
-    stored: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    stored: dict[str, Any] = json.loads(json.dumps(settings))  # equal to values of a manifest
     return stored
 
 
 def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder) -> None:
-    """Bring all rows of the job into the journal."""
+    """Add all rows of the job to the journal."""
     total = _rows_of(job)
     if total is not None:
         for _ in _prompts(journal.next_row, job, encoder):  # refuse bad rows now, not in an hour
@@ -197,7 +197,7 @@ def _prompts(first: int, job: ContinuationJob, encoder: PromptEncoder) -> Iterat
 def _continued(
     job: ContinuationJob, prompts: Iterator[Prompt]
 ) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
-    """Yield prompts with their continuations, in order; a rejected one has none."""
+    """Yield prompts with their continuations, in order; a rejected prompt has none."""
     first = next(prompts, None)
     if first is None:
         return
@@ -209,7 +209,7 @@ def _continued(
 def _in_order(
     engine: InferenceEngine, job: ContinuationJob, prompts: Iterator[Prompt]
 ) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
-    """Continue like `_continued`; a prompt starts when an earlier one has finished."""
+    """Generate for `_continued`; a prompt starts as soon as an earlier one has finished."""
     slots = job.engine.max_num_seqs
     queue: deque[tuple[Prompt, str | None]] = deque()  # from the first unfinished prompt on
     finished: dict[str | None, list[CompletionOutput]] = {None: []}
@@ -234,7 +234,7 @@ def _in_order(
 
 
 def _start(engine: InferenceEngine, job: ContinuationJob, prompt: Prompt) -> str | None:
-    """Queue a prompt; the name of its request."""
+    """Queue a prompt and return the id of its request."""
     if prompt.rejected is not None:
         return None
     params = replace(job.sampling, seed=_seed(job, prompt))
@@ -254,7 +254,7 @@ def _kept(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
 def _document(
     job: ContinuationJob, encoder: PromptEncoder, prompt: Prompt, output: CompletionOutput
 ) -> MaskedTokens:
-    """Return the prompt and its continuation; the loss counts what was generated."""
+    """Return the prompt with its continuation; the loss counts the generated tokens."""
     tokens = prompt.tokens + output.token_ids
     every = job.loss_on is LossOn.ALL
     mask = [int(every)] * len(prompt.tokens) + [1] * len(output.token_ids)

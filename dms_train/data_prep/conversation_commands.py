@@ -24,7 +24,7 @@ from dms_train.data_prep.shard_files import shard_prefix, verdicts_path
 from dms_train.hf.text_files import read_text
 
 RESUMES = "run the same command to continue"
-Commands = Any  # what add_subparsers returns; its class is private
+Commands = Any  # result of add_subparsers, whose class is private
 
 _OPENR1 = """\
 Make a shard of reasoning traces from rows in the schema of OpenR1-Math-220k. Each kept trace
@@ -84,7 +84,7 @@ def _common(
 
 
 def row_arguments() -> argparse.ArgumentParser:
-    """Add the arguments of all commands that read rows."""
+    """Return a parser with the arguments of all commands that read rows."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="PREFIX")
@@ -92,7 +92,7 @@ def row_arguments() -> argparse.ArgumentParser:
         "--loss-on",
         choices=[choice.value for choice in LossOn],
         default=LossOn.ASSISTANT.value,
-        help="what the assistant says or the model generates, or all tokens (%(default)s)",
+        help="tokens of the assistant or generated ones, or all tokens (%(default)s)",
     )
     add(
         "--evaluation-set",
@@ -102,7 +102,7 @@ def row_arguments() -> argparse.ArgumentParser:
         metavar="FILE",
         help="leave out problems that this file holds or shares 13 words with; may be repeated",
     )
-    add("--append-eod", action="store_true", help="end documents in eos_token")
+    add("--append-eod", action="store_true", help="append eos_token to every document")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the model's")
     add(
         "--template-variable",
@@ -110,7 +110,7 @@ def row_arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="given to the template, such as 'date_string=23 July 2024'; may be repeated",
+        help="variable of the template, such as 'date_string=23 July 2024'; may be repeated",
     )
     add("--shard", type=_shard, default=Shard(), metavar="I/N", help="every N-th row from row I on")
     add("--hub-config", metavar="NAME", help="configuration of a data set of the hub")
@@ -165,7 +165,7 @@ def _rows(args: argparse.Namespace, columns: tuple[str, ...]) -> Any:
 
 
 def hub_options(args: argparse.Namespace) -> HubOptions:
-    """Return the part of a data set of the hub that the arguments of `row_arguments` name."""
+    """Return the options of a hub data set from the arguments of `row_arguments`."""
     return HubOptions(
         config=args.hub_config,
         split=args.hub_split,
@@ -203,7 +203,7 @@ def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report_shard(prefix: Path, manifest: Manifest, counted: tuple[str, ...]) -> None:
-    """Print what a shard holds, and why rows are not in it.
+    """Print the contents of a shard, and the reasons for leaving rows out.
 
     Args:
         prefix: Prefix of its files.

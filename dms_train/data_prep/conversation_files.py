@@ -1,4 +1,4 @@
-"""From rows to a shard of conversations: choose, verify, render, write.
+"""Preparation of a shard of conversations from rows: choose, verify, render, write.
 
 Every step is a generator over `Sample`s in the order of their rows. Memory therefore does not grow
 with the data, and the documents depend neither on the number of workers nor on interruptions.
@@ -36,12 +36,12 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "tokenizers", "tra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Choice of the traces of a row that become documents.
+    """Rule that chooses which traces of a row become documents.
 
     Attributes:
-        every_trace: All that are correct and fit; otherwise the first of them.
-        min_tokens: Shortest document.
-        max_tokens: Longest document; None for any length.
+        every_trace: Choose all traces that are correct and fit; otherwise only the first.
+        min_tokens: Length of the shortest document.
+        max_tokens: Length of the longest document; None for any length.
     """
 
     every_trace: bool = False
@@ -62,9 +62,9 @@ class ConversationJob:
         chat: Conversion of a conversation to tokens.
         choice: Choice of the conversations that become documents.
         evaluation_sets: Files whose problems must not be trained on.
-        shard: Share of the rows.
-        verify: Verify traces.
-        workers: Processes for each of verification and tokenisation.
+        shard: Part of the rows to read.
+        verify: True to verify traces.
+        workers: Number of processes for verification, and for tokenisation.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
 
@@ -83,7 +83,7 @@ class ConversationJob:
 
 
 def make_shard(job: ConversationJob) -> Manifest:
-    """Make one shard, or go on with it where an earlier call was interrupted.
+    """Make one shard, or continue an interrupted call.
 
     A shard that exists with the same settings is left as it is.
 
@@ -109,7 +109,7 @@ def make_shard(job: ConversationJob) -> Manifest:
 def _settings(
     job: ConversationJob, encoder: ConversationEncoder, sets: EvaluationSets
 ) -> dict[str, Any]:
-    """Return everything that the documents depend on."""
+    """Return all settings that affect the documents."""
     settings = {
         "command": job.command,
         **job.settings,
@@ -125,19 +125,19 @@ def _settings(
         "append_eod": job.chat.append_eod,
         "versions": package_versions(_PACKAGES),
     }
-    stored: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    stored: dict[str, Any] = json.loads(json.dumps(settings))  # equal to values of a manifest
     return stored
 
 
 class _Documents(NamedTuple):
-    """A sample and what became of it."""
+    """A sample and its documents."""
 
     sample: Sample
     documents: list[MaskedTokens]
 
 
 class _Encoder:
-    """Renderer of the open traces of samples, which also chooses among them."""
+    """Encoder that renders the open traces of samples and chooses among them."""
 
     def __init__(
         self, chat: ChatOptions, choice: Choice, encoder: ConversationEncoder | None = None
@@ -159,7 +159,7 @@ class _Encoder:
             if trace.outcome is Outcome.KEPT:
                 documents.append(document)
         for trace in sample.traces:
-            trace.messages = []  # not needed any more
+            trace.messages = []  # frees memory
         return documents
 
     def _judge(self, document: MaskedTokens) -> Outcome:
@@ -175,7 +175,7 @@ class _Encoder:
 def _fill(
     journal: Journal, job: ConversationJob, encoder: ConversationEncoder, sets: EvaluationSets
 ) -> None:
-    """Bring all rows of the job into the journal."""
+    """Add all rows of the job to the journal."""
     rows = job.rows.read(journal.next_row, job.shard)
     samples = _without_overlaps(map(job.sample_of, rows), sets)
     make = partial(_Encoder, job.chat, job.choice)
@@ -212,7 +212,7 @@ def _verified(samples: Iterator[Sample], job: ConversationJob) -> Iterator[Sampl
         )
         for sample, verdicts in verified:
             for trace, verdict in zip(sample.open, verdicts, strict=True):
-                trace.attempt = None  # not needed any more
+                trace.attempt = None  # frees memory
                 if verdict is not Verdict.CORRECT:
                     trace.outcome = Outcome(verdict.value)
             yield sample

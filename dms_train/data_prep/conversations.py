@@ -1,8 +1,8 @@
 """Conversations as tokens of a model's chat template, and the tokens that the loss counts.
 
-Templates of reasoning models delete the text before `</think>`, or an earlier turn's reasoning:
-right for a prompt, wrong for training. Each assistant turn is therefore rendered as a placeholder
-and inserted afterwards. This also shows where the turn begins and ends.
+Templates of reasoning models delete the text before `</think>`, or the reasoning of earlier turns.
+That is right for a prompt and wrong for training. Each assistant turn is therefore rendered as a
+placeholder and inserted afterwards. The placeholder also shows where the turn begins and ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossOn(StrEnum):
     """Tokens that the loss counts.
 
     Attributes:
-        ASSISTANT: Tokens of the assistant, and the special token that ends its turn.
+        ASSISTANT: Tokens of assistant turns, and the special token that ends each turn.
         ALL: Every token.
     """
 
@@ -43,7 +43,7 @@ class ChatOptions:
     Attributes:
         tokenizer: Local Hugging Face directory with `tokenizer.json`.
         chat_template: Jinja text; None is the tokenizer's own template.
-        variables: Names and values that the template is given.
+        variables: Names and values to pass to the template.
         loss_on: Tokens that the loss counts.
         append_eod: End every document in the tokenizer's `eos_token`.
     """
@@ -59,8 +59,8 @@ class ChatText(NamedTuple):
     """A rendered conversation.
 
     Attributes:
-        text: All of it, special tokens written out.
-        turns: First character and end of every assistant turn, its special tokens aside.
+        text: The whole text, including special tokens.
+        turns: First character and end of every assistant turn, without its special tokens.
     """
 
     text: str
@@ -68,7 +68,7 @@ class ChatText(NamedTuple):
 
 
 class MaskedTokens(NamedTuple):
-    """A conversation in tokens.
+    """Tokens of a conversation.
 
     Attributes:
         tokens: int32 [tokens].
@@ -95,7 +95,7 @@ class ChatTemplate:
             tokenizer: Tokenizer that renders.
             name: Name of its directory, for messages.
             given: Jinja text; None is the tokenizer's own template.
-            variables: Names and values that the template is given.
+            variables: Names and values to pass to the template.
 
         Raises:
             DataError: There is no template, or it writes today's date.
@@ -120,9 +120,9 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Args:
-            where: Place of the conversation, for messages.
+            where: Location of the conversation, for messages.
             messages: `role` and `content` of each.
-            add_generation_prompt: End it where the assistant continues.
+            add_generation_prompt: End the text where the assistant continues.
 
         Raises:
             DataError: The template failed, or leaves out a message.
@@ -154,7 +154,7 @@ class ConversationEncoder:
     """A tokenizer with its chat template."""
 
     def __init__(self, options: ChatOptions) -> None:
-        """Load the tokenizer from its directory; no code of it is run.
+        """Load the tokenizer from its directory without running code from it.
 
         Raises:
             DataError: There is no fast tokenizer or no template, the template writes today's date,
@@ -180,7 +180,7 @@ class ConversationEncoder:
         """Return the text of a conversation, with every assistant turn whole.
 
         Args:
-            where: Place of the conversation, for messages.
+            where: Location of the conversation, for messages.
             messages: `role` and `content` of each.
 
         Raises:
@@ -194,23 +194,23 @@ class ConversationEncoder:
             assistant = message["role"] == "assistant"
             hidden.append({**message, "content": next(left)} if assistant else message)
         text = self._template.apply(where, hidden)
-        places = [text.find(name) for name in names]
-        if [text.count(name) for name in names] != [1] * len(names) or places != sorted(places):
+        offsets = [text.find(name) for name in names]
+        if [text.count(name) for name in names] != [1] * len(names) or offsets != sorted(offsets):
             raise DataError(
                 f"{where}: the chat template repeats or moves an assistant turn; "
                 "pass one that keeps it with --chat-template FILE"
             )
-        edges = [0, *(p + len(n) for p, n in zip(places, names, strict=True))]
-        between = [text[start:end] for start, end in zip(edges, [*places, None], strict=True)]
+        edges = [0, *(p + len(n) for p, n in zip(offsets, names, strict=True))]
+        between = [text[start:end] for start, end in zip(edges, [*offsets, None], strict=True)]
         return _joined(between, turns)
 
     def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
         """Return the tokens of a conversation, and a mask of those that the loss counts.
 
-        A token belongs to a turn when it holds a character of it: SentencePiece joins a blank that
-        the template writes to the first word of the turn. The special token that ends a turn, such
-        as `<|im_end|>`, belongs to the turn: it teaches the model to stop. After white space that
-        is the `eos_token` alone, and the white space belongs to the turn too.
+        A token belongs to a turn if it holds any of its characters: SentencePiece joins a blank of
+        the template to the first word of the turn. The special token that ends a turn,
+        such as `<|im_end|>`, belongs to the turn and teaches the model to stop. After white space
+        only the `eos_token` ends a turn, and the white space then belongs to the turn.
 
         Raises:
             DataError: See `render`; or the text cannot be tokenised.
@@ -249,24 +249,24 @@ class ConversationEncoder:
         counted: list[int] = mask.tolist()
         return counted
 
-    def _after_end_token(self, ids: list[int], pieces: list[str], place: int) -> int:
-        """Return the index after the special token that ends a turn; `place` if there is none."""
-        end = place
+    def _after_end_token(self, ids: list[int], pieces: list[str], start: int) -> int:
+        """Return the index after the special token that ends a turn; `start` if there is none."""
+        end = start
         while end < len(ids) and ids[end] not in self._special and pieces[end].isspace():
             end += 1
         # after white space, any other special token begins the next message
-        ends = self._special if end == place else self._ends
-        return end + 1 if end < len(ids) and ids[end] in ends else place
+        ends = self._special if end == start else self._ends
+        return end + 1 if end < len(ids) and ids[end] in ends else start
 
 
 def _joined(between: list[str], turns: list[str]) -> ChatText:
     """Return the pieces of a template with the turns between them."""
-    text, places = "", []
+    text, turn_spans = "", []
     for piece, turn in zip(between, turns, strict=False):
         if turn.lstrip().startswith("<think>"):
             # some templates write empty reasoning before a turn that seems to have none
             piece = _EMPTY_REASONING.sub("", piece)
         text += piece
-        places.append((len(text), len(text) + len(turn)))
+        turn_spans.append((len(text), len(text) + len(turn)))
         text += turn
-    return ChatText(text + between[-1], places)
+    return ChatText(text + between[-1], turn_spans)

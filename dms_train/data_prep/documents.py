@@ -1,4 +1,4 @@
-"""Documents of `.txt` and `.jsonl` files, one at a time and in order."""
+"""Reader of `.txt` and `.jsonl` files that yields one document at a time, in order."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WHOLE_FILE, BLANK_LINE, EVERY_LINE = "whole file", "blank line", "every line"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRule:
-    """Division of the input files into documents.
+    """Rule that divides input files into documents.
 
     Attributes:
-        text_split: End of a document of a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or
+        text_split: End of a document in a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or
             `EVERY_LINE`.
         text_key: Field of a `.jsonl` row with the text.
         messages_key: Field of a `.jsonl` row with a conversation, used in place of `text_key`.
@@ -39,7 +39,7 @@ class Document(NamedTuple):
     Attributes:
         where: File and line of its beginning, for error messages.
         content: Text, or the messages of a conversation.
-        size: Bytes of the input file that it took.
+        size: Number of bytes of the input file in this document.
     """
 
     where: str
@@ -64,7 +64,7 @@ def read_documents(path: Path, rule: InputRule) -> Iterator[Document]:
 
 
 def _lines(path: Path) -> Iterator[Document]:
-    """Yield lines with their ends, split at newline characters alone."""
+    """Yield lines with their line ends, split only at newline characters."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
@@ -116,7 +116,7 @@ def checked_messages(where: str, value: Any) -> list[Message]:
     """Return the role and content of every message of a conversation.
 
     Raises:
-        DataError: It is no conversation; `where` says which row it is.
+        DataError: It is not a conversation; the message names the row, `where`.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: the conversation is not a list of messages")
@@ -132,7 +132,7 @@ def checked_text(where: str, value: Any) -> str:
     """Return the value itself, if it is text that UTF-8 can encode.
 
     Raises:
-        DataError: It is not; `where` says which row it is.
+        DataError: It is not such a text; the message names the row, `where`.
     """
     if not isinstance(value, str):
         raise DataError(f"{where}: expected text, found {type(value).__name__}")

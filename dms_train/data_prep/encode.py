@@ -1,4 +1,4 @@
-"""Token ids of documents, computed by several processes without changing the order."""
+"""Tokenisation of documents by several processes, in order."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Result = TypeVar("Result", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderOptions:
-    """Conversion of one document to token ids.
+    """Options of the conversion of a document to token ids.
 
     Attributes:
         tokenizer: Local Hugging Face directory with `tokenizer.json`.
-        append_eod: End every document in the end-of-document token.
+        append_eod: Append the end-of-document token to every document.
         eod_token: End-of-document token; None is the tokenizer's `eos_token`.
-        add_bos: Begin every document with the tokenizer's `bos_token`.
+        add_bos: Put the tokenizer's `bos_token` before every document.
         chat_template: Jinja text for conversations; None is the tokenizer's own template.
     """
 
@@ -48,11 +48,11 @@ class EncoderOptions:
 
 
 class Encoded(NamedTuple):
-    """Consecutive documents.
+    """Token ids of consecutive documents.
 
     Attributes:
         documents: int32 [tokens] for each document.
-        size: Bytes of the input files that they took.
+        size: Number of bytes of the input files in these documents.
     """
 
     documents: list[npt.NDArray[np.int32]]
@@ -60,10 +60,10 @@ class Encoded(NamedTuple):
 
 
 class ChunkEncoder(Protocol[Item, Result]):
-    """Something that encodes consecutive items together."""
+    """Encoder of consecutive items."""
 
     def encode(self, chunk: list[Item], /) -> Result:
-        """Result of the items."""
+        """Return the result of a chunk."""
         ...
 
 
@@ -71,7 +71,7 @@ class DocumentEncoder:
     """A tokenizer with its special tokens resolved."""
 
     def __init__(self, options: EncoderOptions) -> None:
-        """Load the tokenizer from its directory; nothing is downloaded and no code of it is run.
+        """Load the tokenizer from its directory, without downloads and without running its code.
 
         Raises:
             DataError: The directory holds no fast tokenizer, or a special token does not exist.
@@ -85,12 +85,12 @@ class DocumentEncoder:
         self._bos_id = self._special_id(bos_token, "bos_token") if options.add_bos else None
 
     def encode(self, documents: list[Document]) -> Encoded:
-        """Tokenise documents; special tokens that a document already has are not doubled.
+        """Tokenise documents; special tokens already in a document are not repeated.
 
         Raises:
             DataError: A chat template failed or lost text, or a document cannot be tokenised.
         """
-        # One by one: the tokenizer spreads a batch over threads of its own on all cores.
+        # One by one, because the tokenizer would spread a batch over threads on all cores.
         rows = [self._encode_one(document) for document in documents]
         return Encoded(rows, sum(document.size for document in documents))
 
@@ -147,10 +147,10 @@ def encode_in_order(
     """Encode a stream of items in chunks; the result does not depend on `workers`.
 
     Args:
-        items: Items, which are read only as far as the workers need them.
-        encoder: Used when `workers` is 1.
-        make: Makes the encoder of a worker process; picklable.
-        workers: Processes.
+        items: Items; they are read only as the workers need them.
+        encoder: Encoder for `workers` 1.
+        make: Picklable function that makes the encoder of a worker process.
+        workers: Number of processes.
     """
     stream = iter(items)
     chunks = iter(lambda: list(islice(stream, _ITEMS_PER_CHUNK)), [])
@@ -180,7 +180,7 @@ _worker_encoder: ChunkEncoder[Any, Any] | None = None
 
 def _start_worker(make: Callable[[], ChunkEncoder[Any, Any]]) -> None:
     global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
     end_with_parent()
     _worker_encoder = make()
 
@@ -191,7 +191,7 @@ def _encode_in_worker(chunk: list[Any]) -> Any:
 
 
 def load_tokenizer(directory: str) -> Any:
-    """Return transformers' tokenizer of a directory; no code of the directory is run.
+    """Return transformers' tokenizer of a directory without running code of the directory.
 
     Raises:
         DataError: There is none, it does not load, or it differs from `tokenizer.json`.
@@ -205,12 +205,12 @@ def load_tokenizer(directory: str) -> Any:
 def check_no_message_lost(
     where: str, messages: list[Message], render: Callable[[list[Message]], str]
 ) -> None:
-    """Refuse a conversation of which the chat template leaves out a message.
+    """Refuse a conversation if the chat template leaves out one of its messages.
 
     Args:
-        where: Place of the conversation, for the message.
+        where: Location of the conversation, for the message.
         messages: `role` and `content` of each.
-        render: Applies the template.
+        render: Function that applies the template.
 
     Raises:
         DataError: The template leaves out a message.
@@ -225,7 +225,7 @@ def check_no_message_lost(
 
 
 def _check_turns_whole(where: str, messages: list[Message], text: str) -> None:
-    """Refuse a rendering that cuts an assistant turn; some templates cut the reasoning."""
+    """Refuse a rendering with an incomplete assistant turn; some templates cut the reasoning."""
     position = 0
     for message in messages:
         content = message["content"].strip()

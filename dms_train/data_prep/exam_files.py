@@ -14,12 +14,12 @@ from dms_train.data_prep.exam_tokenizer import EOD_TOKEN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SheetText:
-    """Text to write.
+    """Settings of the text to write.
 
     Attributes:
         documents: Number of documents.
         n_range: Fewest and most questions on a sheet.
-        document_tokens: Length of every document, filled with sheets; None is one whole sheet.
+        document_tokens: Length of every document, filled with sheets; None for one whole sheet.
         seed: Seed of all draws.
     """
 
@@ -48,7 +48,7 @@ def write_problems(path: Path, sheets: list[HeldOutSheet]) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write JSON lines; the file appears complete or not at all."""
+    """Write JSON lines atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:

@@ -1,7 +1,7 @@
 r"""Exam sheets: synthetic text whose answers depend on tokens far back in the context.
 
-A sheet has n linear equations first and then n worked solutions, so that every solution needs a
-question far back:
+A sheet first has n linear equations and then n worked solutions, so every solution needs an
+earlier question:
 
     1: Solve 4*c + 15 = 6*c - 15 for c.
     2: Solve -11*r - 21 = 4*r - 186 for r.
@@ -13,8 +13,8 @@ question far back:
     ...
 
 A blank line ends the sheet. In `a*v + b = c*v + d`, a and c lie in [-12, 12] without 0, a != c,
-b in [-40, 40] and the answer in [-15, 15]; every number is written out, 1 and 0 too. One equation
-in ten is held out by a hash of (a, b, c, d): it occurs in no training sheet under any variable
+b in [-40, 40] and the answer in [-15, 15]. Every number is written out, including 1 and 0. A hash
+of (a, b, c, d) holds out one equation in ten. It occurs in no training sheet under any variable
 name.
 """
 
@@ -45,18 +45,18 @@ class ExamProblem:
 
     @property
     def answer(self) -> int:
-        """The value of the variable."""
+        """Value of the variable."""
         return (self.d - self.b) // (self.a - self.c)
 
     @property
     def held_out(self) -> bool:
-        """Return whether training never shows this equation."""
+        """Return whether the equation is excluded from training."""
         key = f"{self.a},{self.b},{self.c},{self.d}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
     @property
     def question(self) -> str:
-        """One line without its number and newline."""
+        """Question line without its number and newline."""
         v = self.variable
         left = f"{self.a}*{v} {_signed(self.b)}"
         return f"Solve {left} = {self.c}*{v} {_signed(self.d)} for {v}."
@@ -106,8 +106,8 @@ def sheet(rng: random.Random, n: int, split: Split) -> str:
 def document(rng: random.Random, length: int, n_range: tuple[int, int], end: str) -> str:
     """Return sheets in a row, each followed by `end`, cut after `length` tokens.
 
-    A character is a token and so is `end`. When documents are as long as training samples, every
-    sample starts at the start of a sheet and sees the questions that its solutions need.
+    Every character is a token, and so is `end`. When documents are as long as training samples,
+    every sample begins with a sheet and contains the questions that its solutions need.
     """
     tokens: list[str] = []
     while len(tokens) < length:

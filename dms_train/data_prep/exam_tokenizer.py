@@ -1,7 +1,7 @@
 """The character tokenizer of the exam sheets.
 
 Token 0 is `<eod>`, which ends a document and pads; tokens 1 to 49 are the characters of
-`exam_sheets.ALPHABET` in their order. There is no unknown token: other characters are an error.
+`exam_sheets.ALPHABET` in order. There is no unknown token, so other characters are an error.
 """
 
 from __future__ import annotations

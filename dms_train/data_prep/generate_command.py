@@ -63,9 +63,9 @@ def add_command(commands: Commands, rows: argparse.ArgumentParser) -> None:
     )
     add("--unconditional", type=_positive, metavar="N", help="N empty prompts in place of inputs")
     add("--model", required=True, help="directory or export; a hub id only if it is in the cache")
-    add("--column", metavar="NAME", help="with the prompt; default prompt, else messages")
-    add("--chat", action="store_true", help="make a text one turn of the user")
-    add("--limit", type=_positive, metavar="N", help="read the first N rows only")
+    add("--column", metavar="NAME", help="prompt column; default prompt, else messages")
+    add("--chat", action="store_true", help="make a text a user turn")
+    add("--limit", type=_positive, metavar="N", help="read only the first N rows")
     add("--workers", type=_positive, metavar="N", help="threads on a CPU; default all cores")
     add("--overwrite", action="store_true", help="replace existing output")
     _add_sampling(parser)
@@ -75,12 +75,12 @@ def add_command(commands: Commands, rows: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling").add_argument
-    add("--max-new-tokens", type=_positive, required=True, metavar="N", help="of a continuation")
-    add("--continuations", type=_positive, default=1, metavar="N", help="of a prompt (%(default)s)")
+    add("--max-new-tokens", type=_positive, required=True, metavar="N", help="limit of new tokens")
+    add("--continuations", type=_positive, default=1, metavar="N", help="per prompt (%(default)s)")
     add("--temperature", type=float, default=1.0, help="0 decodes greedily (%(default)s)")
     add("--top-p", type=float, default=1.0, help="smallest set with this probability (%(default)s)")
     add("--top-k", type=int, default=-1, help="most likely tokens to draw from; -1 takes all")
-    add("--seed", type=int, default=0, help="of all random numbers (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of all draws (%(default)s)")
 
 
 def _positive(text: str) -> int:
@@ -90,7 +90,7 @@ def _positive(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    # not at the top of the file: `dms-data --help` does not need torch
+    # not at the top of the file, because `dms-data --help` must start without torch
     import torch
 
     from dms_train.evaluation.devices import resolve_device

@@ -1,4 +1,4 @@
-"""Documents of an unfinished preparation, so that a killed command can be continued.
+"""Journal of an unfinished preparation, so that a killed command can be continued.
 
 The folder holds files that only grow, and `state.json` with their valid lengths. A restart cuts the
 files to these lengths and continues with the next row. The result therefore does not depend on
@@ -29,7 +29,7 @@ _STATE = "state.json"
 
 
 class Journal:
-    """The folder of one preparation; use it as a context manager.
+    """Folder of one preparation; use it as a context manager.
 
     Attributes:
         next_row: Number of the first row that is not in the folder.
@@ -48,9 +48,9 @@ class Journal:
 
         Args:
             folder: Folder of the files.
-            settings: All that the documents depend on, as JSON gives it back.
+            settings: All settings that affect the documents, as JSON returns them.
             rows_per_commit: Rows after which `add` commits.
-            overwrite: Begin again when the folder holds work with other settings.
+            overwrite: Start over if the folder holds work with other settings.
 
         Raises:
             DataError: Another process works in the folder, or it was begun with other settings.
@@ -89,9 +89,9 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files; what was added since the last commit does not count.
+        """Close the files; rows added since the last commit are lost.
 
-        A folder in which nothing counts is removed.
+        A folder without committed rows is removed.
         """
         for stream in self._streams.values():
             with suppress(OSError):
@@ -143,7 +143,7 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Make what was added so far survive a kill or a loss of power."""
+        """Write all added rows to disk, so that they survive a kill or a loss of power."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -175,7 +175,7 @@ class Journal:
                 yield MaskedTokens(ids, np.frombuffer(masks.read(count), np.uint8))
 
     def copy_verdicts(self, path: Path) -> None:
-        """Copy the verdicts of all rows to a file, replacing it at once."""
+        """Copy the verdicts of all rows to a file, replacing it atomically."""
         partial = path.with_name(path.name + ".partial")
         try:
             shutil.copyfile(self._folder / VERDICTS, partial)
@@ -184,5 +184,5 @@ class Journal:
             partial.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the folder, once the shard stands."""
+        """Delete the folder after the shard is complete."""
         shutil.rmtree(self._folder)

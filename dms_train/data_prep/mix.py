@@ -20,7 +20,7 @@ class Part:
 
     Attributes:
         prefix: Prefix of the shard.
-        weight: Its share of the tokens, relative to the other weights; None takes all of it.
+        weight: Share of the tokens, relative to the other weights; None takes the whole shard.
     """
 
     prefix: Path
@@ -35,34 +35,34 @@ class _Pick(NamedTuple):
 def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -> Manifest:
     """Blend shards.
 
-    With weights, the blend ends when a shard has no documents left, so that shares of tokens are
-    those of the weights to within one document of each shard. Without weights it holds all
-    documents. Either way the shards stand in proportion from the beginning on, and the documents
-    of each are shuffled.
+    With weights, the blend ends when any shard has no documents left. The shares of tokens then
+    equal the weights up to one document of each shard. Without weights the blend holds all
+    documents. In both cases the proportions hold from the beginning on, and the documents of each
+    shard are shuffled.
 
     Args:
-        parts: All of them with a weight, or none.
+        parts: Inputs; either all of them have a weight or none has.
         output: Prefix of the files to write.
         seed: Seed of the order of the documents.
         overwrite: Replace an existing shard.
 
     Raises:
-        DataError: A shard is damaged, they were made with different tokenizers or end their
-            documents in different tokens, or weights are missing.
+        DataError: A shard is damaged, the shards have different tokenizers or end-of-document
+            tokens, or only some weights are given.
     """
     if len({part.weight is None for part in parts}) > 1:
         raise DataError("give every shard a weight (PREFIX=WEIGHT), or none of them")
     readers = [ShardReader(part.prefix) for part in parts]
     first = readers[0].manifest
     _check_together(parts, readers)
-    # without weights the size of a shard is its share, so that all end together
+    # without weights the share of a shard is its size, so that all shards end together
     weights = [
         float(reader.manifest.tokens) if part.weight is None else part.weight
         for part, reader in zip(parts, readers, strict=True)
     ]
     taken = [0] * len(parts)
     for part, reader in zip(parts, readers, strict=True):
-        check_bin_hash(part.prefix, reader.manifest)  # the new shard has a hash of its own
+        check_bin_hash(part.prefix, reader.manifest)  # the new hash would hide damage
     with ShardWriter(
         output,
         vocab_size=first.vocab_size,
@@ -101,7 +101,7 @@ def _check_together(parts: list[Part], readers: list[ShardReader]) -> None:
 def _order(
     readers: list[ShardReader], weights: list[float], seed: int, *, all_of_them: bool
 ) -> Iterator[_Pick]:
-    """Take the next document from the shard that is furthest below its share."""
+    """Yield documents, each from the shard that is furthest below its share."""
     queues = []
     for number, reader in enumerate(readers):
         order = list(range(len(reader)))

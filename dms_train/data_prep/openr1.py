@@ -1,6 +1,6 @@
 """Rows in the schema of OpenR1-Math-220k: a problem, its answer and up to four traces of R1.
 
-The flags of a row may be fewer than its traces, or none; they are then attributed to no trace.
+A row may have fewer flags than traces, or none. Its flags then apply to no trace.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ KEY = "uuid"
 
 
 class Filter(StrEnum):
-    """Choice of the correct traces.
+    """Rule that decides which traces are correct.
 
     Attributes:
         FLAG: Traces that the data set's own run of math-verify flagged.
         REVERIFY: Traces whose answer equals the row's by the strict extraction used here.
-        STRICT: Both, and the reasoning is flagged as complete.
+        STRICT: Traces that pass both, and whose reasoning is flagged as complete.
     """
 
     FLAG = "flag"
@@ -33,7 +33,7 @@ class Filter(StrEnum):
 
 
 def sample_of(row: Row, rule: Filter) -> Sample:
-    """Return a row with its traces; those that its flags reject are rejected.
+    """Return the sample of a row; traces that the flags reject are marked as rejected.
 
     Raises:
         DataError: A column is missing or holds another type.
@@ -62,13 +62,13 @@ def _trace(problem: str, answer: str, text: str, rule: Filter, outcome: Outcome)
     messages = [{"role": "user", "content": problem}, {"role": "assistant", "content": text}]
     attempt = None
     if rule is not Filter.FLAG and outcome is Outcome.OPEN:
-        # as open-r1 verifies: completeness is for `strict` to ask
+        # as in open-r1; only `strict` requires completeness
         attempt = Attempt(answer, text, allow_unfinished=True)
     return Trace(messages, attempt, outcome)
 
 
 def _by_flags(rule: Filter, flag: bool | None, complete: bool | None) -> Outcome:
-    """Return the verdicts of the flags of a trace; None stands for flags of no trace."""
+    """Return the outcome that a trace's flags give; None means that the flag is unknown."""
     if rule is Filter.REVERIFY:
         return Outcome.OPEN
     if flag is None or (rule is Filter.STRICT and complete is None):
@@ -79,7 +79,7 @@ def _by_flags(rule: Filter, flag: bool | None, complete: bool | None) -> Outcome
 
 
 def _flags(flags: list[bool | None] | None, generations: list[str]) -> list[bool | None]:
-    """Return one flag for every trace; None for all of them where the lengths differ."""
+    """Return one flag for every trace; None for all traces if the lengths differ."""
     return flags if flags and len(flags) == len(generations) else [None] * len(generations)
 
 

@@ -12,7 +12,7 @@ from dms_train.data.errors import DataError
 from dms_train.data_prep.rows import FileRows, Shard
 
 NGRAM = 13  # words; the usual length for contamination checks, of GPT-3 (arXiv:2005.14165, app. C)
-# the last two are those of GPQA and LiveCodeBench
+# GPQA and LiveCodeBench use the last two names
 _FIELDS = ("problem", "question", "prompt", "Question", "question_content")
 _WORD = re.compile(r"[^\W_]+")
 
@@ -23,7 +23,7 @@ class Overlap(NamedTuple):
     Attributes:
         kind: `exact` for the whole text, `13-gram` for consecutive words.
         where: File and row of the evaluation problem.
-        words: The shared text.
+        words: Shared text.
     """
 
     kind: str
@@ -32,17 +32,17 @@ class Overlap(NamedTuple):
 
     @property
     def label(self) -> str:
-        """File and kind, for counts."""
+        """Label for counts: file and kind."""
         return f"{self.where.rpartition(': row')[0]}, {self.kind}"
 
 
 def words_of(text: str) -> list[str]:
-    """Return words and numbers of a text, without capitals and punctuation."""
+    """Return the words and numbers of a text in lower case, without punctuation."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def _whole(text: str) -> str:
-    """Return a text without capitals and white space; signs stay, because x+1 is not x-1."""
+    """Return a text in lower case without white space; signs stay, because x+1 is not x-1."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -76,7 +76,7 @@ class EvaluationSets:
             self._ngrams.setdefault(" ".join(words[start : start + NGRAM]), where)
 
     def find(self, text: str) -> Overlap | None:
-        """Return the first overlap of a text; None when there is none."""
+        """Return the first overlap of a text, or None."""
         whole = _whole(text)
         if whole in self._exact:
             return Overlap("exact", self._exact[whole], text)

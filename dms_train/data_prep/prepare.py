@@ -1,7 +1,7 @@
 """Make and check token files for training.
 
-A shard is PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.manifest.json, which
-records the tokenizer and checksums. data.paths of a run names the prefixes.
+A shard consists of PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.manifest.json,
+which records the tokenizer and checksums. data.paths of a run names the prefixes.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class TokenizeJob:
     Attributes:
         inputs: Files, read in this order.
         output: Prefix of the files to write.
-        rule: Division of the inputs into documents.
-        encoder: Conversion of a document to tokens.
-        workers: Tokenising processes.
-        limit: Stop after this many documents; None takes all.
+        rule: Rule that divides the inputs into documents.
+        encoder: Options of the conversion to tokens.
+        workers: Number of tokenising processes.
+        limit: Largest number of documents; None takes all.
         overwrite: Replace an existing shard.
     """
 
@@ -90,7 +90,7 @@ class TokenizeJob:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 on success, 2 on a refused input or a wrong command line."""
+    """Run the command; exit code 0, or 2 for a refused input or a wrong command line."""
     args = _parser().parse_args(argv)
     hide_known_warnings()
     try:
@@ -195,7 +195,7 @@ def _run_exam_sheets(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     write_sheets(sheets, text)
-    # documents of a given length hold their end-of-document tokens already
+    # documents of a given length already hold their end-of-document tokens
     whole = args.document_tokens is None
     job = TokenizeJob(
         inputs=(sheets,),
@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_arrays(commands)
     check = commands.add_parser(
         "check",
-        help="verify a shard, every byte of it",
+        help="verify every byte of a shard",
         description="Compare a shard with the checksums of its manifest, every byte of it.",
     )
     check.add_argument("prefix", type=Path, help="PREFIX of PREFIX.bin")

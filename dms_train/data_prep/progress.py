@@ -13,20 +13,20 @@ def progress_bar(total: int | None) -> Iterator[Advance]:
     """Show a bar on stderr while the block runs.
 
     Args:
-        total: Amount of work that fills the bar; None where that is not known.
+        total: Amount of work that fills the bar; None if unknown.
 
     Yields:
-        A function that takes the amount of work just done and a text to show.
+        A function of the amount of work just finished and a text to show.
     """
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield lambda done, text: None
+        yield lambda num_rows, text: None
         return
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     console = Console(stderr=True)
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("", total=total)
-        yield lambda done, text: progress.update(task, advance=done, description=text)
+        yield lambda num_rows, text: progress.update(task, advance=num_rows, description=text)

@@ -1,4 +1,4 @@
-"""Rows with a prompt, text or messages, in the tokens that a model continues."""
+"""Conversion of rows with a prompt, text or messages, to the tokens that a model continues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COLUMNS = ("prompt", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """Conversion of a row to a prompt.
+    """Options of the conversion of a row to a prompt.
 
     Attributes:
         tokenizer: Local directory of the model.
-        column: Column of the prompt; None is the first of `COLUMNS` that a row has.
-        chat: Make a text one turn of the user.
-        chat_template: Jinja text; None is the tokenizer's own template.
-        variables: Names and values that the template is given.
+        column: Column of the prompt; None takes the first of `COLUMNS` that a row has.
+        chat: True to make a text a user turn.
+        chat_template: Jinja text; None takes the tokenizer's template.
+        variables: Names and values to pass to the template.
     """
 
     tokenizer: str
@@ -45,14 +45,14 @@ class PromptOptions:
 
 
 class Prompt(NamedTuple):
-    """A row before it is continued.
+    """Prompt of a row.
 
     Attributes:
         number: Number of the row.
         source: Number of its input.
-        key: The row's own name; empty when it has none.
+        key: Name of the row; empty if it has none.
         tokens: Tokens that the model continues; empty for a rejected row.
-        rejected: Reason why the row is left out; None when it is not.
+        rejected: Reason for leaving the row out; None if it is kept.
         overlap: Overlap with an evaluation set.
     """
 
@@ -65,10 +65,10 @@ class Prompt(NamedTuple):
 
 
 class EmptyPrompts:
-    """Rows with an empty prompt."""
+    """Source of rows with an empty prompt."""
 
     def __init__(self, count: int) -> None:
-        """Make `count` of them."""
+        """Provide `count` rows."""
         nothing = hashlib.sha256(b"").hexdigest()
         self.sources: tuple[Source, ...] = (
             Source(name=f"{count} empty prompts", sha256=nothing, rows=0),
@@ -83,24 +83,24 @@ class EmptyPrompts:
 
 
 class PromptEncoder:
-    """A tokenizer, with its chat template where a row needs it.
+    """Encoder of prompts: a tokenizer, and its chat template if a row needs it.
 
     Attributes:
-        vocab_size: Entries of the tokenizer.
-        chat_template: Renderer of messages; None where the tokenizer has no template.
-        eos_id: Its `eos_token`; None if it has none.
+        vocab_size: Number of tokenizer entries.
+        chat_template: Renderer of messages; None if the tokenizer has no template.
+        eos_id: Id of the `eos_token`; None if there is none.
     """
 
     def __init__(self, options: PromptOptions, sets: EvaluationSets, longest: int) -> None:
-        """Load the tokenizer from its directory; no code of it is run.
+        """Load the tokenizer from its directory without running code from it.
 
         Args:
             options: Conversion of a row to a prompt.
             sets: Problems that must not be trained on.
-            longest: Most tokens of a document; a prompt must be shorter.
+            longest: Largest number of tokens in a document; a prompt must be shorter.
 
         Raises:
-            DataError: There is no fast tokenizer, or no template where every row needs one.
+            DataError: There is no fast tokenizer, or no template although every row needs one.
         """
         self._options = options
         self._sets = sets
@@ -127,7 +127,7 @@ class PromptEncoder:
         return self._template
 
     def encode(self, row: Row) -> Prompt:
-        """Return the prompt of a row, or why it has none.
+        """Return the prompt of a row, or a rejected prompt with the reason.
 
         Raises:
             DataError: The row has no such column, or another type in it; the template failed; an
@@ -148,7 +148,7 @@ class PromptEncoder:
         return rejected._replace(tokens=tokens)
 
     def _content(self, row: Row) -> str | list[Message] | None:
-        """Return text, or messages without the assistant's turns at the end; None without any."""
+        """Return text, or messages without final assistant turns; None if the row has neither."""
         columns = [name for name in self._options.columns if name in row.values]
         if not columns:
             raise DataError(

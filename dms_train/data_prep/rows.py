@@ -1,7 +1,7 @@
-"""Rows of parquet, JSON and CSV files, or of a data set of the hub, from any row on.
+"""Readers of parquet, JSON and CSV files and hub data sets that can start at any row.
 
-`datasets` reads the hub only. For local files it guesses types (`007` becomes 7.0, `NA` becomes
-None, dates become objects), and its errors name neither file nor line.
+`datasets` reads only the hub here. For local files it would guess types (`007` becomes 7.0, `NA`
+becomes None, dates become objects), and its errors name neither file nor line.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Row(NamedTuple):
     """One row.
 
     Attributes:
-        number: Counts the rows of all inputs from 0.
+        number: Number of the row over all inputs, from 0.
         source: Number of its input.
         where: File and row, for messages.
-        values: Its columns.
+        values: Values by column.
     """
 
     number: int
@@ -51,11 +51,11 @@ class Shard:
     count: int = 1
 
     def holds(self, number: int) -> bool:
-        """Return whether a row belongs to it."""
+        """Return whether a row belongs to the shard."""
         return number % self.count == self.index
 
     def size(self, rows: int) -> int:
-        """Return how many of the first rows it holds."""
+        """Return how many of the first `rows` rows belong to the shard."""
         return len(range(self.index, rows, self.count))
 
 
@@ -64,7 +64,7 @@ class Rows(Protocol):
 
     Attributes:
         sources: Name and hash of every input; `rows` is 0.
-        total: Rows of all inputs; None where that is not known before they are read.
+        total: Number of rows of all inputs; None if unknown before reading.
     """
 
     sources: tuple[Source, ...]
@@ -77,11 +77,11 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """Part of a data set of the hub.
+    """Options that select a part of a hub data set.
 
     Attributes:
-        config: Its configuration; None takes the default one.
-        split: Its split.
+        config: Configuration; None takes the default one.
+        split: Split.
         revision: Branch, tag or commit.
         allow_network: Stream from the hub; otherwise the local cache must hold the data set.
     """
@@ -100,8 +100,8 @@ def open_rows(
     Args:
         inputs: `.parquet`, `.jsonl`, `.json` and `.csv` files in order, or one hub id `owner/name`.
         columns: Columns to read.
-        hub: Used for a hub id.
-        lines: Take `.txt` files too, whose lines are the first column; blank ones are left out.
+        hub: Options for a hub id.
+        lines: Also accept `.txt` files; their lines become the first column, without blank lines.
 
     Raises:
         DataError: A file has another type or cannot be read, or the data set is not in the cache.
@@ -118,7 +118,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 class FileRows:
-    """Rows of local files; hashes and counts of all files are taken first."""
+    """Rows of local files; all files are hashed and counted first."""
 
     def __init__(self, paths: list[Path], columns: tuple[str, ...], *, lines: bool = False) -> None:
         """Hash and count the files; `lines` as in `open_rows`."""
@@ -176,7 +176,7 @@ def _parquet(path: Path) -> Any:
     import pyarrow
     from pyarrow import parquet
 
-    path.open("rb").close()  # what the system refuses is no damage
+    path.open("rb").close()  # raises OSError, which is not a damaged file
     try:
         return parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -250,16 +250,16 @@ class HubRows:
         datasets.disable_progress_bars()
         self._name = name
         self.total: int | None = None
-        commit, place = _place(name, hub)
+        commit, location = _resolve(name, hub)
         revision = {"revision": commit} if hub.allow_network else {}
         try:
             dataset = datasets.load_dataset(
-                place, hub.config, split=hub.split, streaming=True, **revision
+                location, hub.config, split=hub.split, streaming=True, **revision
             )
             present = [name for name in columns if name in (dataset.column_names or ())]
-            # some formats have columns with the first row only
+            # for some formats the column names are unknown before the first row
             self._rows = dataset.select_columns(present) if present else dataset
-        except Exception as error:  # as many kinds as there are file formats and networks
+        except Exception as error:  # each file format and network raises its own class
             reason = " ".join(str(error).split())
             raise DataError(f"{name}: cannot be opened ({reason})") from None
         config = hub.config or "default"
@@ -271,7 +271,7 @@ class HubRows:
         """Yield the rows of a shard with numbers from `first` on.
 
         Raises:
-            DataError: The hub cannot be reached any more.
+            DataError: The hub has become unreachable.
         """
         number = first
         try:
@@ -283,8 +283,8 @@ class HubRows:
             raise DataError(f"{self._name}: row {number} cannot be read ({error})") from None
 
 
-def _place(name: str, hub: HubOptions) -> tuple[str, str]:
-    """Return the commit of the data set, and the directory or id under which it is opened."""
+def _resolve(name: str, hub: HubOptions) -> tuple[str, str]:
+    """Return the commit of the data set, and the directory or id to open."""
     import huggingface_hub
 
     try:

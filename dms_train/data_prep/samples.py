@@ -1,4 +1,4 @@
-"""Conversations of a row, and why each of them is kept or not."""
+"""Conversations of a row, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dms_train.evaluation.answers import Attempt
 
 
 class Outcome(StrEnum):
-    """The outcome of a trace or a row, from the first check to the last.
+    """Outcome of a trace or a row, from the first check to the last.
 
-    A row takes the outcome of the trace that came furthest in the order below. The names from
+    A row takes the last outcome of its traces in the order below. The names from
     `crashed` to `wrong` are those of `evaluation.answers.Verdict`.
     """
 
@@ -36,17 +36,17 @@ class Outcome(StrEnum):
     KEPT = "kept"
 
 
-_ORDER = {outcome: place for place, outcome in enumerate(Outcome)}
+_ORDER = {outcome: rank for rank, outcome in enumerate(Outcome)}
 
 
 @dataclass(slots=True)
 class Trace:
-    """One conversation of a row.
+    """Conversation of a row.
 
     Attributes:
-        messages: Its turns.
-        attempt: Attempt to verify; None for nothing.
-        outcome: `OPEN` until something decides.
+        messages: Turns of the conversation.
+        attempt: Attempt to verify; None if there is nothing to verify.
+        outcome: `OPEN` until a check decides.
     """
 
     messages: list[Message]
@@ -62,10 +62,10 @@ class Sample:
         number: Number of the row.
         source: Number of its input.
         where: File and row, for messages.
-        key: The row's own name; empty when it has none.
+        key: Name of the row; empty if it has none.
         problem: Text to compare with evaluation sets.
-        traces: Its conversations.
-        rejected: Reason why the whole row is rejected; None when it is not.
+        traces: Conversations of the row.
+        rejected: Reason for rejecting the whole row; None if it is not rejected.
         overlap: Overlap with an evaluation set.
     """
 
@@ -80,14 +80,14 @@ class Sample:
 
     @property
     def open(self) -> list[Trace]:
-        """Traces that nothing has decided on."""
+        """Traces without a final outcome."""
         if self.rejected is not None:
             return []
         return [trace for trace in self.traces if trace.outcome is Outcome.OPEN]
 
     @property
     def outcome(self) -> Outcome:
-        """Return the verdict of the row."""
+        """Return the outcome of the row."""
         if self.rejected is not None:
             return self.rejected
         return max((trace.outcome for trace in self.traces), key=lambda one: _ORDER[one])

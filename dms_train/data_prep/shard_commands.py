@@ -14,7 +14,7 @@ from dms_train.data.reader import ShardReader
 from dms_train.data_prep.mix import Part, mix_shards
 from dms_train.data_prep.show import show_documents
 
-Commands = Any  # what add_subparsers returns; its class is private
+Commands = Any  # result of add_subparsers, whose class is private
 
 _MIX = """\
 Blend shards into one, shuffled, and without repeating a document. PREFIX=WEIGHT gives the share of
@@ -28,7 +28,7 @@ _PACKING = """\
 Show how the documents of shards fill sequences with data.packing=true, before a training: its
 padding, and documents that are cut because they are longer than a sequence.
 """
-_MEASURED = 100  # sequences at least, so that those that wait for the next epoch weigh little
+_MEASURED = 100  # fewest sequences, so that an unfinished one has little weight
 
 
 def add_commands(commands: Commands) -> None:
@@ -37,7 +37,7 @@ def add_commands(commands: Commands) -> None:
     add = mix.add_argument
     add("parts", nargs="+", type=_part, metavar="PREFIX[=WEIGHT]")
     add("--output", type=Path, required=True, metavar="PREFIX")
-    add("--seed", type=int, default=0, help="of the order of the documents")
+    add("--seed", type=int, default=0, help="seed of the document order")
     add("--overwrite", action="store_true", help="replace existing output")
     mix.set_defaults(run=_run_mix)
     show = commands.add_parser(
@@ -45,9 +45,9 @@ def add_commands(commands: Commands) -> None:
     )
     add = show.add_argument
     add("prefix", type=Path, help="PREFIX of PREFIX.bin")
-    add("--tokenizer", required=True, metavar="DIR", help="the one that the shard was made with")
+    add("--tokenizer", required=True, metavar="DIR", help="tokenizer of the shard")
     add("--first", type=_natural, default=0, metavar="N", help="number of the first document")
-    add("--documents", type=_natural, default=3, metavar="N", help="how many (%(default)s)")
+    add("--documents", type=_natural, default=3, metavar="N", help="number to show (%(default)s)")
     show.set_defaults(run=_run_show)
     packed = commands.add_parser(
         "packing", help="show how documents fill sequences", description=_PACKING

@@ -1,4 +1,4 @@
-"""The files of a shard that is prepared row by row, and how an interrupted call is continued."""
+"""Files of a shard that is prepared row by row; an interrupted call can be continued."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dms_train.data_prep.rows import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedShard:
-    """One shard to make.
+    """Description of a shard to make.
 
     Attributes:
         prefix: Prefix of its files.
         sources: Inputs of the rows.
-        settings: All that the documents depend on, as JSON gives it back; `tokenizer_sha256` is
-            the hash of `tokenizer.json`.
+        settings: All settings that affect the documents, as JSON returns them; `tokenizer_sha256`
+            is the hash of `tokenizer.json`.
         vocab_size: Token ids are below this number.
         eod_id: Token that ends every document; None when none was appended.
-        loss_mask: True if the loss counts some tokens only.
+        loss_mask: True if the loss counts only some tokens.
         counted: Names of the groups of counts for the manifest, besides the outcomes of the rows.
-        rows_per_commit: Rows that a kill can lose at most.
+        rows_per_commit: Largest number of rows that a kill can lose.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
 
@@ -55,13 +55,13 @@ def verdicts_path(prefix: Path) -> Path:
 
 
 def write_shard(shard: PreparedShard, fill: Callable[[Journal], None]) -> Manifest:
-    """Make a shard, or go on with it where an earlier call was interrupted.
+    """Make a shard, or continue an interrupted call.
 
     A shard that exists with the same settings is left as it is.
 
     Args:
         shard: Shard to make.
-        fill: Brings the rows from `Journal.next_row` on into the journal. It counts `rows`,
+        fill: Function that adds rows from `Journal.next_row` on to the journal. It counts `rows`,
             `rows: OUTCOME`, `documents`, `documents of NUMBER` for each source, `loss_tokens` and
             `GROUP: NAME` for the groups that the manifest holds.
 

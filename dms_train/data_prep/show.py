@@ -1,4 +1,4 @@
-"""Prints documents of a shard as text, with what the loss counts and where documents end."""
+"""Text of a shard's documents, with marks for counted tokens and document ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dms_train.data.reader import MaskedDocument, ShardReader
 from dms_train.data_prep.encode import load_tokenizer
 
 _GREEN, _GREY, _BOLD, _RESET = "\033[32m", "\033[90m", "\033[1m", "\033[0m"
-_OPEN, _CLOSE = "⟦", "⟧"  # around what the loss counts, where there are no colours
+_OPEN, _CLOSE = "⟦", "⟧"  # around counted tokens, where there are no colours
 _RULE = "─" * 12
 
 
@@ -26,8 +26,8 @@ def show_documents(
         prefix: Prefix of the shard.
         tokenizer: Directory of the tokenizer that it was made with.
         first: Number of the first document.
-        count: Most documents to show.
-        colour: Counted tokens in green and others in grey; otherwise counted tokens in brackets.
+        count: Largest number of documents to show.
+        colour: Show counted tokens in green and others in grey, without brackets.
 
     Raises:
         DataError: The shard is damaged, has no such document, or was made with another tokenizer.
@@ -63,7 +63,7 @@ def _text(document: MaskedDocument, decoder: Any, *, colour: bool) -> str:
     for counted, run in groupby(pairs, key=lambda pair: pair[1]):
         text = decoder.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
         if colour:
-            # a terminal may forget its colour at the end of a line
+            # repeat the colour, because a terminal may reset it at the end of a line
             start = _GREEN if counted else _GREY
             text = "\n".join(f"{start}{line}{_RESET}" for line in text.split("\n"))
         elif counted:

@@ -1,4 +1,4 @@
-"""Token ids in NumPy files: `.npy` of one document a row, `.npz` of documents of any length."""
+"""Token ids in NumPy files: `.npy` with one document a row, `.npz` with any lengths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ArrayJob:
             [documents + 1].
         output: Prefix of the files to write.
         tokenizer: Directory of the tokenizer that the ids belong to.
-        eod_id: Token that ends every document; None when documents end in none.
+        eod_id: Token that ends every document; None if there is none.
         overwrite: Replace an existing shard.
     """
 
@@ -76,7 +76,7 @@ def _documents(path: Path) -> Iterator[npt.NDArray[np.int32]]:
 
 
 def _read(path: Path) -> tuple[Ids, Ids]:
-    """Return the ids of all documents, and where each starts, with the end."""
+    """Return the ids of all documents, and the start of each with the total as last entry."""
     try:
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         arrays = None if isinstance(loaded, np.ndarray) else dict(loaded)

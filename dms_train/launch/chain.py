@@ -1,4 +1,4 @@
-"""The stages of a run as a chain of jobs: what each is, and how it is written for sbatch."""
+"""Chain of jobs for the stages of a run, and the batch script of each job."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PREPARE, IMPORT = "prepare", "hf_to_megatron"
 VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _FP32 = 4
-START_FOLDER = "start"  # in the run folder: what IMPORT writes and training begins with
+START_FOLDER = "start"  # in the run folder; IMPORT writes it and training begins with it
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One stage of the chain; its name is also the name of its mark in the run folder."""
+    """One stage of the chain; its mark in the run folder has the same name."""
 
     stage: str
     kind: Kind
@@ -39,13 +39,13 @@ class Job:
 def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
     """Return the jobs of a run in order.
 
-    `prepare` checks the token files, and makes them if --prepare was given; `hf_to_megatron` makes
-    the checkpoint that training starts from; then follow the stages of `stage.run`. An export is
+    `prepare` checks the token files, and makes them if --prepare was given. `hf_to_megatron` makes
+    the checkpoint that training starts from. Then the stages of `stage.run` follow. An export is
     always validated, whether or not `stage.run` names `validate_export`. Validation and tasks take
     one node.
 
     Raises:
-        ConfigError: A stage to skip does not exist, or the stages do not make a chain.
+        ConfigError: A stage to skip does not exist, or the stages do not form a chain.
     """
     trained = [stage for stage in config.stage.run if stage not in (VALIDATE_EXPORT, RUN_TASKS)]
     if len(set(trained)) != len(trained):
@@ -89,11 +89,11 @@ def script(job: Job, config: RunConfig, workdir: Path) -> str:
     """Return the batch script of a job: its template with every `@PLACEHOLDER@` filled."""
     text = (TEMPLATES / f"{job.kind}.sbatch").read_text(encoding="utf-8")
     values = _values(job, config, workdir)
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
 
 
 def needs(job: Job, config: RunConfig) -> Needs:
-    """Return what every node is checked for before a job starts."""
+    """Return the requirements that every node is checked for before a job starts."""
     cluster = config.cluster
     # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)
@@ -106,7 +106,7 @@ def needs(job: Job, config: RunConfig) -> Needs:
     }
     return Needs(
         gpus if cluster.gpus_per_node else 0,
-        # a tenth on top for the index and for the rows that pad the vocabulary
+        # 10 % more, for the index and the padded rows of the vocabulary
         free.get(current_stage(job.stage), checkpoint_bytes(config, architecture) * 11 // 10),
     )
 
@@ -142,7 +142,7 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
 
 
 def _log_pattern(run: Path, job: Job) -> str:
-    """Return the path sbatch writes to, in its own spelling: `%` begins a field."""
+    """Return the path of the log in sbatch's notation, where `%` begins a field."""
     folder = str(run / "logs").replace("%", "%%")
     return shlex.quote(f"{folder}/{job.stage}-%j.log")
 
@@ -166,7 +166,7 @@ def _site_lines(cluster: ClusterOptions, kind: Kind) -> list[str]:
 
 
 def container_options(cluster: ClusterOptions, run: Path, workdir: Path) -> list[str]:
-    """Return the container's options of srun; the batch shell stays outside, with scontrol."""
+    """Return srun's container options; the batch shell needs scontrol, so it stays outside."""
     if cluster.container_image is None:
         return []
     own = [f"{folder}:{folder}" for folder in dict.fromkeys((run, workdir))]

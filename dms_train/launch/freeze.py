@@ -19,9 +19,9 @@ _WORKDIR = Path("launch") / "workdir.txt"
 
 
 def freeze(config: RunConfig, command: str) -> None:
-    """Fill a run folder that holds no configuration yet; one that does stays as it is.
+    """Fill a run folder, unless it already holds a configuration.
 
-    A job that is requeued hours later runs the copied code, even if the original has changed.
+    A job that SLURM requeues hours later runs the copied code, even if the original has changed.
     """
     run = Path(config.run.dir)
     if (run / CONFIG_FILE).is_file():
@@ -51,20 +51,20 @@ def _copy_code(target: Path) -> None:
 
 
 def _packages() -> str:
-    found = {
+    requirements = {
         f"{package.metadata['Name']}=={package.version}\n"
         for package in importlib.metadata.distributions()
     }
-    return "".join(sorted(found, key=str.lower))
+    return "".join(sorted(requirements, key=str.lower))
 
 
 def _git() -> str:
     """Return commit and uncommitted changes of the code, if it is a git checkout."""
     words = (("rev-parse", "HEAD"), ("status", "--short"), ("diff", "HEAD"))
-    parts = []
+    outputs = []
     for arguments in words:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 ["git", "-C", str(_PACKAGE), *arguments],
                 capture_output=True,
                 text=True,
@@ -73,5 +73,5 @@ def _git() -> str:
             )
         except (OSError, subprocess.SubprocessError):
             return "not a git checkout\n"
-        parts.append(done.stdout)
-    return "\n".join(parts)
+        outputs.append(process.stdout)
+    return "\n".join(outputs)

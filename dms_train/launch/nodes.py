@@ -1,4 +1,4 @@
-"""Requirements of a stage on a node, and what the node has."""
+"""Requirements of a stage on a node, and a check of the node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAVE_OUT = "have it repaired, or leave it out (--exclude=NODE in cluster.optio
 
 
 class NodeError(ValueError):
-    """The node cannot do its part."""
+    """The node does not meet the requirements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Needs:
     """Requirements on every node of a job.
 
     Attributes:
-        gpus: GPUs that are visible; 0 does not look.
-        free_bytes: Free bytes in the run folder.
+        gpus: Least number of visible GPUs; 0 skips the check.
+        free_bytes: Least number of free bytes in the run folder.
     """
 
     gpus: int
@@ -44,33 +44,33 @@ def look(run: Path, needs: Needs, visible: str | None = None) -> str:
         visible: CUDA_VISIBLE_DEVICES; None when it is not set.
 
     Raises:
-        NodeError: It has less.
+        NodeError: The node has less than `needs`.
     """
-    found = []
+    resources = []
     if needs.gpus:
         gpus = _visible_gpus(visible)
         if gpus < needs.gpus:
             raise NodeError(f"{gpus} visible GPU(s), {needs.gpus} are needed; {_LEAVE_OUT}")
-        found.append(f"{gpus} visible GPU(s)")
+        resources.append(f"{gpus} visible GPU(s)")
     free = shutil.disk_usage(run).free
     if free < needs.free_bytes:
         raise NodeError(
             f"{_size(free)} free in {run}, {_size(needs.free_bytes)} are needed for a checkpoint; "
             "make room"
         )
-    found.append(f"{_size(free)} free in {run}")
-    return f"has {', '.join(found)}; needs {needs}"
+    resources.append(f"{_size(free)} free in {run}")
+    return f"has {', '.join(resources)}; needs {needs}"
 
 
 def _visible_gpus(visible: str | None) -> int:
-    """Return the GPUs that nvidia-smi lists, or those of them that the job may use."""
+    """Return the number of GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES allows."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=120, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise NodeError(f"nvidia-smi does not answer ({_reason(error)}); {_LEAVE_OUT}") from error
-    listed = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    listed = sum(line.startswith("GPU ") for line in process.stdout.splitlines())
     return listed if visible is None else min(listed, len([v for v in visible.split(",") if v]))
 
 

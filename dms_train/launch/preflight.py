@@ -1,7 +1,8 @@
-"""Check that a node has what a stage needs: `python -m dms_train.launch.preflight RUN`.
+"""Check that a node meets the requirements of a stage: `python -m dms_train.launch.preflight RUN`.
 
-One line reports what was found. A node that lacks something ends the attempt with one line that
-names it, which `dms-submit status` repeats. The health of GPUs and links is not checked.
+One line reports the resources of the node. If one is missing, the attempt ends with a line that
+names the resource, and `dms-submit status` repeats this line. The health of GPUs and links is not
+checked.
 """
 
 from __future__ import annotations

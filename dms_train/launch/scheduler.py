@@ -1,4 +1,4 @@
-"""The calls of SLURM's own commands."""
+"""Calls of SLURM's commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class SchedulerError(ValueError):
-    """SLURM is absent or refused."""
+    """SLURM is absent, or refused a request."""
 
 
 def available() -> bool:
@@ -17,7 +17,7 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Refuse to go on where SLURM's commands are not.
+    """Fail unless SLURM's commands are installed.
 
     Raises:
         SchedulerError: There is no sbatch.
@@ -27,28 +27,28 @@ def require() -> None:
 
 
 def submit(script: str, after: str | None) -> str:
-    """Submit a batch script, to start when job `after` has succeeded; the job's id.
+    """Submit a batch script that starts when job `after` has succeeded; return the job's id.
 
     Raises:
         SchedulerError: SLURM refused it.
     """
     words = ["sbatch", "--parsable"]
     if after is not None:
-        # without the second option a stage whose predecessor failed would wait for ever
+        # without the second option a stage would wait forever if its predecessor failed
         words += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
     return _run(words, script).strip().partition(";")[0]
 
 
 def test(script: str) -> str:
-    """Return SLURM's answer to a script that it does not run: its start, or why not."""
+    """Ask SLURM about a script without running it; return the expected start or the error."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False
         )
     except OSError as error:
         return f"sbatch: {error.strerror}"
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1] if lines else f"sbatch --test-only: exit code {done.returncode}"
+    lines = (process.stderr or process.stdout).strip().splitlines()
+    return lines[-1] if lines else f"sbatch --test-only: exit code {process.returncode}"
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
@@ -56,7 +56,7 @@ def states(jobs: Iterable[str]) -> dict[str, str]:
     wanted = set(jobs)
     if not wanted or not available():
         return {}
-    # of every user: a shared run folder may have been submitted by somebody else
+    # jobs of all users, because another user may have submitted a shared run folder
     lines = _run(["squeue", "--all", "--noheader", "--format=%A %T %r"], "").splitlines()
     known = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
     return {job: state for job, state in known.items() if job in wanted}
@@ -81,10 +81,10 @@ def cancel(jobs: Iterable[str]) -> None:
 
 def _run(words: Sequence[str], text: str) -> str:
     try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
+        process = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
     except FileNotFoundError as error:
         raise SchedulerError(f"{words[0]}: not found; submit where SLURM is installed") from error
     except subprocess.CalledProcessError as error:
         text = " ".join(error.stderr.split()).removeprefix(f"{words[0]}: ")
         raise SchedulerError(f"{words[0]}: {text or error.returncode}") from error
-    return done.stdout
+    return process.stdout

@@ -1,4 +1,4 @@
-"""`python -m dms_train.launch.stage RUN STAGE`: what a job that trains nothing does."""
+"""Execution of a stage without training: `python -m dms_train.launch.stage RUN STAGE`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prepare(config: RunConfig) -> None:
         words = json.loads(recipe.read_text())
         try:
             failed = main(words) != 0
-        except SystemExit:  # not words of dms-data
+        except SystemExit:  # dms-data refused the words
             failed = True
         if failed:
             raise ConfigError(f"--prepare {shlex.join(words)}: failed; see the lines above")
@@ -40,11 +40,11 @@ def prepare(config: RunConfig) -> None:
 
 
 def import_model(config: RunConfig) -> None:
-    """Make the checkpoint that training starts from; a whole one is kept."""
+    """Make the checkpoint that training starts from, unless a complete one exists."""
     from dms_train.app.conversion import import_model as import_checkpoint
 
     out = Path(config.run.dir) / START_FOLDER
-    if out.exists():  # it is written under another name and renamed
+    if out.exists():  # complete, because it is written under another name and then renamed
         return
     assert config.model.path is not None
     import_checkpoint(
@@ -79,7 +79,7 @@ _STAGES: dict[str, Callable[[RunConfig], None]] = {
 
 
 def run(folder: Path, stage: str) -> None:
-    """Do a stage and leave its mark; why it failed is kept beside the errors of the ranks."""
+    """Run a stage and leave its mark; a failure is recorded beside the errors of the ranks."""
     files = StateFiles(folder)
     try:
         config = read_frozen(folder / CONFIG_FILE)

@@ -5,12 +5,12 @@
     dms-submit resume RUN    submit the stages that are left
     dms-submit cancel RUN    cancel the jobs in the queue
 
-The overrides are those of dms-train; `cluster=...` holds what is requested from SLURM. The jobs are
+The overrides are those of dms-train; `cluster=...` holds the resources to request. The jobs are
 prepare (data), hf_to_megatron (initial checkpoint), one job for every stage, and validate. The
-scripts, logs and a copy of the code are kept in the run folder (launch/, logs/, code/).
+run folder keeps the scripts, the logs and a copy of the code (launch/, logs/, code/).
 
-Submitting again is safe: finished stages are left out, a run in the queue is left alone, and a
-changed configuration is refused.
+Submitting again is safe: it skips finished stages, does nothing if the run is in the queue, and
+refuses a changed configuration.
 
 To see the jobs without submitting them:
 
@@ -49,7 +49,7 @@ from dms_train.planning.gpus import GPUS
 
 _JOBS_FILE = Path("launch") / "jobs.json"
 _VERBS = ("status", "resume", "cancel")
-_CANCEL_PATIENCE_SECONDS = 120.0  # a chain is a few calls of sbatch
+_CANCEL_PATIENCE_SECONDS = 120.0  # submitting a chain takes a few calls of sbatch
 _AGAIN_SECONDS = 0.2
 
 
@@ -97,7 +97,7 @@ def _recipe(words: str | None) -> list[str] | None:
 
 
 def _check_site(cluster: ClusterOptions) -> None:
-    """Refuse values that would end every job before it has saved."""
+    """Refuse time limits that would end every job before it has saved."""
     if cluster.save_seconds >= cluster.signal_seconds:
         raise ConfigError(
             f"cluster.save_seconds={cluster.save_seconds}: not below cluster.signal_seconds="
@@ -145,7 +145,7 @@ def _alone(run: Path, patience: float = 0.0) -> Iterator[None]:
 
 
 def _marked(run: Path, mark: Path) -> bool:
-    """Create the lock file; False when another process holds it."""
+    """Create the lock file; return False if another process holds it."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch(exist_ok=False)  # atomic on shared file systems too
@@ -213,7 +213,7 @@ def _submit(jobs: list[Job], config: RunConfig) -> None:
     if queued:
         print(f"{run}: already in the queue as {', '.join(sorted(queued))}; nothing submitted")
         return
-    # the jobs run the code that the run was started with, which may have former names of stages
+    # the jobs run the code of the first submission, where stages may have earlier names
     known = {current_stage(name): name for name in _submitted(run)}
     jobs = [replace(job, stage=known.get(job.stage, job.stage)) for job in jobs]
     left = _left(jobs, config)
@@ -234,10 +234,10 @@ def _submit(jobs: list[Job], config: RunConfig) -> None:
         try:
             after = submitted[job.stage] = scheduler.submit(text, after)
         except scheduler.SchedulerError:
-            scheduler.cancel(reversed(submitted.values()))  # half a chain is of no use
+            scheduler.cancel(reversed(submitted.values()))  # an incomplete chain is useless
             (run / _JOBS_FILE).unlink(missing_ok=True)
             raise
-        # at once: a chain that is cut short can still be cancelled
+        # written after every job, so that an interrupted chain can be cancelled
         (run / _JOBS_FILE).write_text(json.dumps(submitted, indent=1) + "\n")
         print(f"{job.stage}: job {after}")
     print("\n".join(shlex.join(["dms-submit", verb, str(run)]) for verb in ("status", "cancel")))
@@ -276,7 +276,7 @@ def _act(verb: str, run: Path) -> int:
 
 
 def _cancel(run: Path) -> int:
-    # first, so that a job that is signalled is not put into the queue again
+    # written first, so that a signalled job does not requeue itself
     (run / "state" / "CANCELLED").touch()
     scheduler.require()
     queued = sorted(scheduler.states(_submitted(run).values()), key=int, reverse=True)
@@ -286,7 +286,7 @@ def _cancel(run: Path) -> int:
 
 
 def _why(files: StateFiles) -> str:
-    """Return what the newest attempt records about its end."""
+    """Return the reason that the newest attempt recorded for its end."""
     cause = files.root_cause()
     if cause is None or cause["error"] == "PeerLost":
         return (
@@ -296,7 +296,7 @@ def _why(files: StateFiles) -> str:
 
 
 def _ended(run: Path, stage: str, job: str) -> str:
-    """Return what is known about a job that SLURM ended before it wrote its state file."""
+    """Describe a job that SLURM ended before it wrote its state file."""
     if not scheduler.available():
         return "not finished; SLURM is not installed here"
     state = scheduler.ended_as(job)
@@ -306,7 +306,7 @@ def _ended(run: Path, stage: str, job: str) -> str:
 
 
 def _status(run: Path) -> int:
-    """Return one line for each stage, why the run failed if it did, and how far it is."""
+    """Print one line for each stage, the cause of a failure, and the progress of the run."""
     files, jobs = StateFiles(run), _submitted(run)
     queue = scheduler.states(jobs.values())
     failed = False

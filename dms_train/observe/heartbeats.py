@@ -1,9 +1,9 @@
 """Heartbeats of every rank in the run folder, so that a stalled rank can be named.
 
-The main thread of a rank declares its phase: it reads `data`, or it computes a `step`, in which it
-also waits for other ranks. Both have a time limit; anything else (saving, exporting, validating)
-has none. A thread of each rank writes `state/ranks/N` every few seconds: phase, position in the
-code, and for how long there was no progress. It also checks the file of the next rank:
+The main thread of a rank declares its phase: it reads `data`, or it computes a `step`. A step
+includes waiting for other ranks. Both phases have a time limit; anything else (saving, exporting,
+validating) has none. Every few seconds a thread of each rank writes to `state/ranks/N` the phase,
+the position in the code, and the time without progress. It also checks the file of the next rank:
 
 - no heartbeat: the process is stopped or its machine is gone;
 - no progress while reading data: that rank is stalled;
@@ -49,12 +49,12 @@ class Report:
     """The heartbeat of a rank.
 
     Attributes:
-        host: Its machine.
-        step: The last step that it took.
-        phase: Phase of its main thread.
+        host: Machine of the rank.
+        step: Last step that the rank finished.
+        phase: Phase of the main thread.
         place: Function that the main thread was in at the time of writing.
         seconds: Time without progress in this phase.
-        process: Its process (`processes.mark`).
+        process: Identity of the process (`processes.mark`).
     """
 
     host: str
@@ -70,7 +70,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A rank without a heartbeat: for how many seconds, where, and after which step."""
+    """A rank without a heartbeat: duration of the silence, machine and last step."""
 
     rank: int
     seconds: float
@@ -82,17 +82,17 @@ class Silent:
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Writes this rank's heartbeat and watches the next rank's.
+    """Writer of this rank's heartbeat, and observer of the next rank's.
 
     Attributes:
         folder: Folder of one file for each rank, on a file system that all ranks share.
-        rank: This one.
+        rank: This rank.
         ranks: Number of ranks.
         patience: Seconds without a heartbeat, or without progress in a phase with a limit, after
             which a rank counts as stalled.
-        hang: Called once, in a thread of its own, with a description of the stalled ranks, or None
-            when another rank has reported them; a main thread that waits for its GPU receives no
-            signal.
+        hang: Called once, in a separate thread, because a main thread that waits for its GPU gets
+            no signal. The argument describes the stalled ranks, or is None if another rank has
+            reported them.
     """
 
     folder: Path
@@ -115,7 +115,7 @@ class Heartbeats:
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start to write and to watch."""
+        """Start the thread that writes and observes heartbeats."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._began = self._beat()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -141,12 +141,12 @@ class Heartbeats:
             self.progressed()
 
     def stop(self, *, in_order: bool = True) -> None:
-        """End. After a failure the file stays, so that other ranks see that this one is gone."""
+        """Stop. After a failure the file stays, so that other ranks notice the end of this one."""
         if self._ends.is_set():
             return
         self._ends.set()
         if self._thread is not None:
-            # before its file is removed; with a limit, as the file system may be what hangs
+            # join before removing the file; with a limit, because the file system may hang
             self._thread.join(self._interval())
         if in_order:
             self._remove()
@@ -154,17 +154,17 @@ class Heartbeats:
     def silent(self) -> list[Silent]:
         """Return the ranks without a heartbeat for longer than the patience."""
         now = self._beat()
-        found = (self._age(rank, now) for rank in range(self.ranks))
-        return [silent for silent in found if silent is not None]
+        silences = (self._age(rank, now) for rank in range(self.ranks))
+        return [silent for silent in silences if silent is not None]
 
     def ended(self) -> str | None:
         """Return the ranks of this machine whose processes were gone at the last two checks.
 
         A rank that leaves in order removes its file before its process ends.
         """
-        found = {r: a for r, a in self._neighbours() if processes.has_ended(a.process)}
-        before, self._gone = self._gone, frozenset(found)
-        return ", ".join(f"rank {r} ({found[r]})" for r in sorted(before & self._gone)) or None
+        gone = {r: a for r, a in self._neighbours() if processes.has_ended(a.process)}
+        before, self._gone = self._gone, frozenset(gone)
+        return ", ".join(f"rank {r} ({gone[r]})" for r in sorted(before & self._gone)) or None
 
     def _neighbours(self) -> Iterator[tuple[int, Report]]:
         """Return other ranks of this machine, which are consecutive."""
@@ -179,7 +179,7 @@ class Heartbeats:
     def stuck(self) -> str | None:
         """Describe ranks that run but make no progress.
 
-        A rank checks all ranks when the next one is stalled; rank 0 detects that all wait.
+        A rank checks all ranks when its next one has stalled. Rank 0 detects that all ranks wait.
         """
         following = self._current((self.rank + 1) % self.ranks)
         if following is not None and self._overdue(following, "data"):
@@ -200,21 +200,21 @@ class Heartbeats:
 
     def _stalled(self) -> str | None:
         known = {rank: self._current(rank) for rank in range(self.ranks)}
-        found = {r: a for r, a in known.items() if a is not None and self._overdue(a, "data")}
+        stalled = {r: a for r, a in known.items() if a is not None and self._overdue(a, "data")}
         texts = (
             f"rank {rank} ({a}) has stalled for {a.seconds:.0f} s reading data, at {a.place}"
-            for rank, a in found.items()
+            for rank, a in stalled.items()
         )
-        return self._with_stacks("; ".join(texts)) if found else None
+        return self._with_stacks("; ".join(texts)) if stalled else None
 
     def _all_waiting(self) -> str | None:
-        places: dict[str, list[int]] = {}
+        ranks_by_place: dict[str, list[int]] = {}
         for rank in range(self.ranks):
             report = self._current(rank)
             if report is None or not self._overdue(report, "step"):
                 return None
-            places.setdefault(report.place, []).append(rank)
-        where = "; ".join(f"{_spans(ranks)} at {place}" for place, ranks in places.items())
+            ranks_by_place.setdefault(report.place, []).append(rank)
+        where = "; ".join(f"{_spans(ranks)} at {place}" for place, ranks in ranks_by_place.items())
         return self._with_stacks(
             f"after step {self._step} all ranks wait for each other, or for their GPUs, for more "
             f"than {self.patience:.0f} s: {where}"
@@ -234,17 +234,17 @@ class Heartbeats:
                     return
 
     def check(self) -> bool:
-        """Write a heartbeat and check the others once; whether the run had to be ended."""
+        """Write a heartbeat and check the others once; return True if the run had to be ended."""
         following = (self.rank + 1) % self.ranks
         late = self._age(following, self._beat()) is not None
         self._late_checks = self._late_checks + 1 if late else 0
         silent = self.silent() if self._late_checks >= _CHECKS else []
         who = ", ".join(map(str, silent))
-        found = f"{who} did not answer" if silent else self.stuck()
+        reason = f"{who} did not answer" if silent else self.stuck()
         if (gone := self.ended()) is not None:
-            found = f"{gone} has ended"
-        if self._has_report() or found is not None:
-            self._end(found)
+            reason = f"{gone} has ended"
+        if self._has_report() or reason is not None:
+            self._end(reason)
             return True
         self._mention(following)
         return False
@@ -256,12 +256,12 @@ class Heartbeats:
         except FileNotFoundError:
             return False
 
-    def _end(self, found: str | None) -> None:
+    def _end(self, reason: str | None) -> None:
         reported = self._has_report()
         with contextlib.suppress(OSError):
             (self.folder / _REPORTED).touch()
-        self._remove()  # else the next rank to notice would name this one
-        self.hang(None if reported else found)
+        self._remove()  # otherwise the next rank to check would report this one
+        self.hang(None if reported else reason)
 
     def _interval(self) -> float:
         return min(_EVERY_SECONDS, self.patience / 6)
@@ -285,13 +285,13 @@ class Heartbeats:
         )
         if phase != "other" and seconds > self.patience:
             self._dump_stacks()
-        with contextlib.suppress(OSError):  # on a full disk the time alone changes
+        with contextlib.suppress(OSError):  # on a full disk only the time changes
             self._file(self.rank).write_text(json.dumps(asdict(self._own)))
         os.utime(self._file(self.rank))
         return self._file(self.rank).stat().st_mtime
 
     def _without_progress(self) -> float:
-        """Return seconds; a pause of the whole process counts for two intervals at most."""
+        """Return seconds without progress; a pause of the process counts two intervals at most."""
         looked, progress, seconds = self._last
         now = time.monotonic()
         passed = min(now - looked, 2 * self._interval())
@@ -304,14 +304,14 @@ class Heartbeats:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _report(self, rank: int) -> Report | None:
-        """Return the last heartbeat of a rank; None when it left, or is just writing."""
+        """Return the last heartbeat of a rank; None if it left, or is writing at this moment."""
         try:
             return Report(**json.loads(self._file(rank).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def _current(self, rank: int) -> Report | None:
-        """Return the last heartbeat since this rank watches; older files are ignored."""
+        """Return a heartbeat written since this rank began to observe; ignore older files."""
         try:
             if self._file(rank).stat().st_mtime < self._began:
                 return None
@@ -322,7 +322,7 @@ class Heartbeats:
     def _age(self, rank: int, now: float) -> Silent | None:
         try:
             seconds = now - max(self._file(rank).stat().st_mtime, self._began)
-        except FileNotFoundError:  # not there yet, or left in good order
+        except FileNotFoundError:  # the rank has not started yet, or has left in order
             return None
         if seconds <= self.patience:
             return None

@@ -1,4 +1,4 @@
-"""Numbers by layer and KV head as a small picture, for sinks that take pictures of pixels."""
+"""Pictures of numbers by layer and KV head, for sinks that accept pixels."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ The file is created exclusively, which local, NFS and parallel file systems do a
 lock (flock) is not used: on some of these file systems it is refused, or holds on one machine only.
 The holder touches the file every 20 seconds. A lock is stale, and is taken over, in these cases:
 
-- its process has ended: on the same machine the process number and start time tell;
-- it is of an earlier start of the same SLURM job, which SLURM has ended before it starts it again;
+- its process has ended, which process number and start time show on the same machine;
+- an earlier start of the same SLURM job made it, and SLURM ends a job before it restarts it;
 - it was not touched for three minutes, and its process is not known to run.
 
 Ages are differences between modification times on one file system, so that clocks of machines need
@@ -39,13 +39,13 @@ class LockedError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The process that a lock names.
+    """Process that holds a lock.
 
     Attributes:
-        host: Its machine.
-        pid: Its number there.
-        since: When it took the lock.
-        process: Its identity (`processes.mark`); empty where that is hidden.
+        host: Machine of the process.
+        pid: Process number on that machine.
+        since: Time at which it took the lock.
+        process: Identity (`processes.mark`); empty where the system hides it.
         job: `SLURM_JOB_ID.SLURM_RESTART_COUNT`; empty outside of SLURM.
     """
 
@@ -89,8 +89,8 @@ def held(path: Path, what: str, job: str = "") -> Iterator[None]:
     """Hold the lock file `path` inside the block.
 
     Args:
-        path: The file; its folder is made if absent.
-        what: The protected thing as messages name it, such as `run.dir=outputs/cr4`.
+        path: The lock file; its folder is created if absent.
+        what: Name of the protected folder in messages, such as `run.dir=outputs/cr4`.
         job: `Holder.job` of this process.
 
     Raises:
@@ -115,7 +115,7 @@ def held(path: Path, what: str, job: str = "") -> Iterator[None]:
 
 
 def _create(path: Path, text: str) -> bool:
-    """Create the file; False if it exists."""
+    """Create the file; return False if it exists."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -129,7 +129,7 @@ def _create(path: Path, text: str) -> bool:
 
 
 def _take(path: Path, own: Holder, what: str) -> None:
-    """Create the lock, or replace one whose holder is gone; LockedError for one that is in use.
+    """Create the lock, or replace one whose holder is gone; raise LockedError if it is in use.
 
     A claim, itself a lock, is named after the content that it replaces. Its owner alone may replace
     that content, which happens in one step: the lock is absent at no time.

@@ -20,8 +20,8 @@ def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
 
     Args:
         rank: Rank of this process; ranks other than 0 print warnings and errors only.
-        stream: Where lines go; None means stderr as it is at the time of each line, so that a
-            progress bar which replaces stderr can keep lines above itself.
+        stream: Destination of the lines. None looks up stderr for each line, so that a progress bar
+            that replaces stderr can keep lines above itself.
     """
     logger = logging.getLogger(_NAME)
     for old in list(logger.handlers):
@@ -41,7 +41,7 @@ def logger() -> logging.Logger:
 
 
 def adopt(library: str) -> None:
-    """Let the logger of a library write here, a repeated message every ten seconds at most.
+    """Let a library's logger write here, at most one equal message in ten seconds.
 
     Args:
         library: Name of its logger.
@@ -51,7 +51,7 @@ def adopt(library: str) -> None:
 
 
 class _Seldom(logging.Filter):
-    """Drops records whose first line was shown shortly before."""
+    """Filter that drops records whose first line was shown shortly before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _OneLine(logging.Formatter):
-    """`12:30:59 [rank 3] warning: text`, line breaks in the text folded into spaces."""
+    """Format `12:30:59 [rank 3] warning: text`; line breaks in the text become spaces."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(datefmt="%H:%M:%S")

@@ -1,4 +1,4 @@
-"""Small meters over plain floats: means between log rows, tokens per second, time left."""
+"""Meters of plain floats: means between log rows, tokens per second, remaining time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Means:
     """Weighted means of named values since the last `take`."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
+        self._weighted: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
     def add(self, values: Mapping[str, float], weight: float = 1.0) -> None:
         """Count every value with the same weight."""
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + weight * value
+            self._weighted[name] = self._weighted.get(name, 0.0) + weight * value
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def take(self) -> dict[str, float]:
         """Return the means and start over."""
-        means = {name: self._sums[name] / self._weights[name] for name in self._sums}
-        self._sums.clear()
+        means = {name: self._weighted[name] / self._weights[name] for name in self._weighted}
+        self._weighted.clear()
         self._weights.clear()
         return means
 
@@ -38,9 +38,9 @@ class Compute:
     Forward and backward of the student count as three forward passes, the teacher as one.
 
     Attributes:
-        forward_flops: Operations of one forward pass, a token.
-        devices: All processes of the run.
-        peak_tflops: Most TFLOP/s of one device; None reports no utilization.
+        forward_flops: Operations of one forward pass per token.
+        devices: Number of devices, one for each process of the run.
+        peak_tflops: Peak TFLOP/s of one device; None reports no utilization.
     """
 
     forward_flops: float

@@ -1,4 +1,4 @@
-"""Options of what a run records, and where."""
+"""Options of the records of a run and their destinations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ObserveOptions:
         entity: Weights & Biases entity; None takes the account's default.
         name: Run name; None takes the name of the run folder.
         tensorboard: Also write event files to `tensorboard/` in the run folder.
-        peak_tflops: Most TFLOP/s a device can do in the training's precision, for the MFU; None
-            reports none.
+        peak_tflops: Peak TFLOP/s of a device in the precision of the training, for the MFU; None
+            reports no MFU.
         progress: Show a progress bar on rank 0 when the terminal allows it.
     """
 

@@ -1,4 +1,4 @@
-"""Processes of one machine: whether one still runs, and its end. Standard library only."""
+"""Identity and end of processes on one machine. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def mark(pid: int | None = None) -> str:
     """Return the identity of a process for `has_ended` (None: this one); empty if hidden."""
     try:
-        # not getpid: a container may see the numbers of the machine that it runs on
+        # not getpid: in a container, /proc may hold the numbers of the host
         number = int(os.readlink("/proc/self")) if pid is None else pid
         return f"{_machine()} {number} {_fields(number)[_START_TIME]}"
     except OSError:

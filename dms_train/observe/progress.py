@@ -1,7 +1,7 @@
-"""Progress of a stage on the terminal: a live bar, plain lines now and then, or nothing.
+"""Progress of a stage on the terminal: a live bar, plain lines at intervals, or nothing.
 
-Values are shown under the names below when a step reports them; other values are left to the
-sinks.
+A step's values are shown if their names are listed below. The sinks record the other
+values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Warn = Callable[[str], None]
 
 
 class Progress(Protocol):
-    """Shows one stage at a time."""
+    """Display of one stage at a time."""
 
     def start(self, stage: str, total: int, done: int = 0) -> None:
         """Start a stage of `total` steps, `done` of them finished earlier."""
@@ -35,7 +35,7 @@ class Progress(Protocol):
         """Show that `done` steps of the stage are finished."""
 
     def close(self) -> None:
-        """Leave the terminal as it was; also after an exception."""
+        """Restore the terminal, also after an exception."""
 
 
 def open_progress(enabled: bool, stream: TextIO | None = None) -> Progress:
@@ -62,7 +62,7 @@ def describe(values: Mapping[str, float]) -> str:
 
 
 class NoProgress:
-    """Shows nothing; for every rank but one."""
+    """Display that shows nothing, for every rank except one."""
 
     def start(self, stage: str, total: int, done: int = 0) -> None:
         """Do nothing."""

@@ -1,9 +1,9 @@
 """Sinks of metrics: `metrics.jsonl`, and others if configured. One rank owns them.
 
 `metrics.jsonl` is the durable record: every row is on disk before the next step.
-Weights & Biases is a view of it that may fail in many ways, none of which may stop training.
-Names are the same everywhere. A value is a number, or a table [layers][KV heads] of shares, which
-the views show as a picture and a histogram.
+Weights & Biases is a view of this record. None of its failures may stop the training.
+Names are the same everywhere. A value is a number or a table [layers][KV heads] of shares. The
+views show a table as a picture and a histogram.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUMMARY_FILE = "summary.json"
 RUN_ID_FILE = "wandb_id"
 STEP, TOKENS = "step", "tokens"
 VALIDATION = "validate_export/"
-# Curves over steps, and over the tokens that a model has been trained on.
+# Curves over steps, and over the number of training tokens.
 _AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "run_tasks/*": STEP, "eval/*": TOKENS}
 _PROBE_SECONDS = 3.0
 _FINISH_SECONDS = 60.0
@@ -42,7 +42,7 @@ Mode = Literal["online", "offline"]
 
 
 class Sink(Protocol):
-    """Receives plain numbers from the owning rank."""
+    """Receiver of plain numbers from the owning rank."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record one row of the global step `step`."""
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """Record final or best values of the whole run; later calls add to earlier ones."""
 
     def close(self) -> None:
-        """Close the sink, which is not used afterwards."""
+        """Close the sink; it must not be used afterwards."""
 
 
 def open_sinks(
@@ -66,9 +66,9 @@ def open_sinks(
 
     Args:
         options: The sinks to open.
-        run_dir: Run folder; everything is written below it.
+        run_dir: Run folder; all files are written below it.
         config: The resolved configuration, shown beside the metrics.
-        resume_step: Last finished step of the checkpoint a run continues from; 0 starts over.
+        resume_step: Last finished step of the checkpoint that the run resumes; 0 for a new run.
         warn: Called with one line when a view cannot be opened as configured.
     """
     sinks: list[Sink] = [JsonlSink(run_dir, resume_step=resume_step, warn=warn)]
@@ -81,7 +81,7 @@ def open_sinks(
 
 
 class JsonlSink:
-    """`metrics.jsonl`, one object for each row, and `summary.json`; NaN and inf become null.
+    """Sink of `metrics.jsonl`, one object a row, and `summary.json`; NaN and inf become null.
 
     On a full disk rows wait in memory for free space, after one warning; training continues.
     """
@@ -133,9 +133,9 @@ class JsonlSink:
 class WandbSink:
     """Weights & Biases. Every failure is one warning; after one in `log` the sink records nothing.
 
-    The run id is stored in the run folder, so a resumed run continues the same id: offline as one
-    more segment, which `wandb sync` joins to the earlier ones. Steps that such a run repeats keep
-    the rows of their first time there; `metrics.jsonl` has the new ones.
+    The run folder holds the run id, so a resumed run continues the same id. Offline it adds a
+    segment, and `wandb sync` joins the segments. For repeated steps, Weights & Biases keeps the
+    first rows and `metrics.jsonl` the new ones.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class WandbSink:
             self._warn("wandb: did not finish in time; the run folder holds what is missing")
 
     def _row(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return numbers as they are, tables by head as media, a validation also as one table."""
+        """Return numbers unchanged and tables by head as media; add one table for a validation."""
         wandb, row = self._wandb, {STEP: step, **values}
         for name, value in values.items():
             if heatmap.is_by_head(value):
@@ -242,7 +242,7 @@ class WandbSink:
 
 
 def wandb_run_id(run_dir: Path, *, resumed: bool) -> str:
-    """Return the id of this run folder: kept when the run is resumed, otherwise made anew."""
+    """Return the stored id of a resumed run folder, else a new one."""
     file = run_dir / RUN_ID_FILE
     if resumed and file.is_file():
         return file.read_text(encoding="utf-8").strip()
@@ -267,7 +267,7 @@ def reachable(url: str) -> bool:
 
 
 def _settings(wandb: Any) -> Any:
-    """Set short timeouts for the server, and record nothing about the machine or its code."""
+    """Return settings with short timeouts that record nothing about the machine or its code."""
     return wandb.Settings(
         init_timeout=10,
         login_timeout=1,
@@ -284,7 +284,7 @@ def _settings(wandb: Any) -> Any:
 
 
 def _drop_rows_past(path: Path, step: int) -> None:
-    """Drop the rows of steps that a resumed run repeats, and a last row that was cut off."""
+    """Drop the rows of steps that a resumed run repeats, and a truncated last row."""
     if not path.is_file():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _keeps(line, step)]
@@ -308,7 +308,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Name the file in an error of writing, which a full disk omits."""
+    """Add the file name to a write error; the error of a full disk has none."""
     try:
         yield
     except OSError as error:

@@ -1,17 +1,17 @@
 """Small files in the run folder that report the state of a run to other programs.
 
-A launcher sees exit codes that torchrun and srun have rewritten, so these files decide what happens
-next. Standard library only: the command that submits and watches runs reads them too.
+torchrun and srun rewrite exit codes, so a launcher decides by these files. Standard library only,
+because `dms-submit` reads them on machines without torch.
 
     state/lock            the process that writes the folder (`locks`)
     state/heartbeat       touched by rank 0 after every step
     state/ranks/N         heartbeat of rank N (`heartbeats`)
     state/ranks/reported  a rank has reported why all of them end
     state/STOPPED         the run saved and ended on request; removed by the next start
-    state/REFUSED         the run was refused as it is; the same start would be refused again
-    state/STAGE.done      a stage is finished and what it made is stored
-    state/DONE            all stages are
-    errors/ATTEMPT-rankN.json   why a rank ended; written under the launch scripts only
+    state/REFUSED         the run was refused; the same start would be refused again
+    state/STAGE.done      a stage is finished and its results are stored
+    state/DONE            all stages are finished
+    errors/ATTEMPT-rankN.json   cause of a rank's end; written under the launch scripts only
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMER_STAGES = {"validate": "validate_export", "evaluate": "run_tasks"}
 
 
 def current_stage(name: str) -> str:
-    """Return the name of a stage that a run folder written by an earlier version mentions."""
+    """Return the current name of a stage; an earlier version may have stored another name."""
     return _FORMER_STAGES.get(name, name)
 
 
@@ -39,7 +39,7 @@ class StateFiles:
 
     @property
     def state(self) -> Path:
-        """Folder of everything except the errors."""
+        """Folder of all state files except the errors."""
         return self.folder / "state"
 
     @property
@@ -67,7 +67,7 @@ class StateFiles:
         self._write(self.state / "STOPPED", f"step {step}\n")
 
     def refused(self, lines: list[str]) -> None:
-        """Record that nothing was started; the message names what must be done first."""
+        """Record that the run did not start; `lines` say what must be done first."""
         self.state.mkdir(parents=True, exist_ok=True)
         self._write(self.state / "REFUSED", "\n".join(lines) + "\n")
 
@@ -87,7 +87,7 @@ class StateFiles:
         return current_stage(stage) in marks
 
     def failed(self, rank: int, attempt: str, error: BaseException, lines: list[str]) -> None:
-        """Keep why a rank ends.
+        """Record the cause of a rank's end.
 
         Args:
             rank: The rank that ends.
@@ -106,7 +106,7 @@ class StateFiles:
         self._write(self.errors / f"{attempt}-rank{rank}.json", json.dumps(described, indent=1))
 
     def root_cause(self) -> dict[str, Any] | None:
-        """Return the first error of the newest attempt; ranks that only lost a peer come last."""
+        """Return the first error of the newest attempt; errors of a lost peer come last."""
         newest: dict[str, list[dict[str, Any]]] = {}
         for file in self.errors.glob("*-rank*.json"):
             described = json.loads(file.read_text())

@@ -20,7 +20,7 @@ Warn = Callable[[str], None]
 
 
 class TensorBoardSink:
-    """Event files below `RUN/tensorboard`; a resumed run adds a file that replaces later rows."""
+    """Sink of event files in `RUN/tensorboard`; after a resume, a new file replaces later rows."""
 
     def __init__(
         self, run_dir: Path, config: Mapping[str, Any], *, resume_step: int, warn: Warn
@@ -35,7 +35,7 @@ class TensorBoardSink:
             self._attempt(lambda: self._write(step, values))
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Do nothing: event files have no summary, and every value in one is in a row as well."""
+        """Do nothing: event files have no summary, and the rows hold every value."""
 
     def close(self) -> None:
         """Finish the file."""

@@ -2,7 +2,7 @@
 
 Counted from the modules of `mcore` one saved tensor at a time; the tests compare the counts with
 the tensors that a real step holds. Letters: t tokens of a microbatch, b its samples, h hidden size,
-f MLP size, q and k channels of all query and all KV heads, p bytes of a number.
+f MLP size, q and k channels of all query and KV heads, p bytes of a number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dms_train.method.base import LayerSizes, MethodOptions
 
 _FP32 = 4
 _INT64 = 8
-# Backends that keep float32 copies of q, k and v instead of tiles' statistics.
+# Backends that keep float32 copies of q, k and v instead of statistics of tiles.
 _WIDE_KERNELS = ("blockwise", "reference")
 
 
@@ -126,7 +126,7 @@ def attention_kernel(m: Microbatch) -> int:
 
 
 def _projected(m: Microbatch, recompute: str | None) -> int:
-    """Return Queries, keys and values between the projection and the attention."""
+    """Return the bytes of queries, keys and values between the projection and the attention."""
     heads, groups = _heads(m)
     statistics = 0
     mixed = rotated = m.query + 2 * m.key
@@ -134,7 +134,7 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
         # q is copied out of the projection before its norm, k is a view
         statistics = m.query + m.tokens * (heads + groups) * _FP32
     elif m.fused or m.method.replaces_values:
-        mixed = 0  # split and rotated at once, or read by nothing that keeps it
+        mixed = 0  # split and rotated in one kernel, or not saved for the backward pass
     if (m.architecture.qk_layernorm or not m.fused) and not m.method.replaces_values:
         rotated -= m.key  # the values are a view of the projection
     if m.kernels in _WIDE_KERNELS and recompute != "selective":
@@ -147,7 +147,7 @@ def layer(m: Microbatch, recompute: str | None) -> int:
 
     Args:
         m: The microbatch.
-        recompute: None or `selective`; what `full` keeps is in `chunk`.
+        recompute: None or `selective`; `chunk` handles `full`.
     """
     heads, groups = _heads(m)
     norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
@@ -202,7 +202,7 @@ def head_workspace(m: Microbatch) -> int:
 def forward_workspace(m: Microbatch) -> int:
     """Return the peak of temporary bytes in a forward pass without gradients, inside an MLP.
 
-    That is the teacher's pass, or one of the student that is computed again later.
+    This is the teacher's pass, or a pass of the student that recomputation repeats later.
     """
     if not m.distills and m.parallel.recompute_granularity != "full":
         return 0
@@ -212,8 +212,8 @@ def forward_workspace(m: Microbatch) -> int:
 def backward_workspace(m: Microbatch) -> int:
     """Return the peak of temporary bytes in a layer's backward pass, beyond what was kept.
 
-    The product of the gated MLP is freed while its gradient and those of both factors exist; with
-    full recomputation the layers of one unit exist again.
+    The product of the gated MLP is freed while its gradient and the gradients of both factors
+    exist. With full recomputation the activations of one unit of layers exist again.
     """
     p = m.parallel
     work = 2 * m.mlp_half + m.residual + (m.gathered if p.sequence_parallel else 0)

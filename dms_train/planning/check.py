@@ -27,8 +27,8 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         architecture: The model's, read from `model.path` or taken from `model.architecture`.
 
     Raises:
-        ConfigError: One line for every problem. Rules about sizes are only tried once each value
-            is in its own range, and memory (where `cluster.gpu` is set) once all else is right.
+        ConfigError: One line for every problem. Sizes are checked only if each value is in its own
+            range, and memory (where `cluster.gpu` is set) only if all other checks pass.
     """
     problems = [*check_ranges(config, architecture), *_gpu_name(config), *_stages(config)]
     if not problems:
@@ -52,7 +52,7 @@ def _gpu_name(config: RunConfig) -> Iterator[str]:
 
 
 def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
-    """Yield what does not divide, followed by the nearest layout that does."""
+    """Yield the sizes that do not divide, followed by the nearest layout that divides."""
     problems = list(divide.problems(config, world_size, architecture))
     yield from problems
     name = config.cluster.gpu

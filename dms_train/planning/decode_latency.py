@@ -1,9 +1,10 @@
 """Latency of a decoding step and the share of the KV cache in it (DMS paper, appendix G).
 
-Counted are the large products of a matrix and a vector, two operations a multiplication and
-addition, and 2 bytes a parameter. Computation and memory traffic overlap ideally. The paper's
-equation 3 prints 4 d d_ff for the traffic of keys and values of the layer, where its own check (7.5
-billion parameters read) needs 4 d d_kv; its equation 4 prints 1.45e9 B for 1.50e10 B.
+The model counts the large matrix-vector products: two operations for each multiplication and
+addition, and 2 bytes for each parameter. Computation and memory traffic overlap ideally. Two terms
+of the paper are misprints. Equation 3 has 4 d d_ff for the traffic of a layer's keys and values;
+its own check (7.5 billion parameters read) needs 4 d d_kv. Equation 4 has 1.45e9 B in place of
+1.50e10 B.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class DecodeStep:
     Attributes:
         flops: Floating-point operations.
         reads: Bytes read from memory.
-        kv_reads: Bytes of them that are keys and values.
+        kv_reads: Bytes of keys and values among them.
         seconds: Expected duration.
-        memory_bound: Whether memory traffic takes longer than computation.
+        memory_bound: True if memory traffic takes longer than computation.
         kv_share: Time to read keys and values over the duration.
     """
 

@@ -1,8 +1,8 @@
 """Floating-point operations of training, by the convention of model FLOPs.
 
-Counted are the matrix products of the model's definition, two operations a multiplication and
-addition: projections, the vocabulary projection and causal attention over all keys at or before
-the query. Not counted are embeddings, norms, recomputed layers, and what eviction saves.
+The count holds the matrix products of the model's definition, with two operations for each
+multiplication and addition: projections, the vocabulary projection, and causal attention over all
+keys at or before the query. It leaves out embeddings, norms, recomputed layers and eviction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPUs by name, and what was measured on one of them: the constants of the plan."""
+"""GPUs by name, and the constants of the plan, which were measured on one of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Gpu(NamedTuple):
         memory_gib: Usable memory.
         tflops: Dense bf16 products, 10^12 operations a second.
         memory_tbs: Memory bandwidth, 10^12 bytes a second.
-        link_gbs: To the GPUs of its node, 10^9 bytes a second in each direction.
-        network_gbs: To other nodes: one adapter of 400 (A100: 200) Gbit/s for each GPU.
+        link_gbs: Bandwidth to the GPUs of its node, 10^9 bytes a second in each direction.
+        network_gbs: Bandwidth to other nodes, one adapter of 400 (A100: 200) Gbit/s for each GPU.
     """
 
     label: str
@@ -81,10 +81,10 @@ def calibration() -> Calibration:
 
 @cache
 def read_calibration() -> dict[str, Any]:
-    """Return the data file: constants, and the device and command they come from."""
+    """Return the data file: the constants, and the device and command that measured them."""
     text = files("dms_train").joinpath(_CALIBRATION).read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    constants: dict[str, Any] = json.loads(text)
+    return constants
 
 
 def gpu(name: str) -> Gpu:
@@ -104,5 +104,5 @@ def like(name: str, memory: int) -> Gpu:
     Speeds are those of the known GPU whose model the name contains, else of an H100.
     """
     models = {key.partition("_")[0]: known for key, known in GPUS.items()}
-    found = next((known for model, known in models.items() if model in name.lower()), GPUS["h100"])
-    return found._replace(label=name, memory_gib=memory / _GIB)
+    gpu = next((known for model, known in models.items() if model in name.lower()), GPUS["h100"])
+    return gpu._replace(label=name, memory_gib=memory / _GIB)

@@ -1,7 +1,7 @@
 """Parallel layouts that divide the model and the batch and fit a GPU, the fastest first.
 
-Searched are tensor, pipeline and virtual pipeline size, recomputation and the size of a microbatch,
-for the same processes, global batch and model.
+The search varies tensor, pipeline and virtual pipeline size, recomputation and the size of a
+microbatch. The number of processes, the global batch and the model stay the same.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _VIRTUAL_SIZES = (None, 2, 4)
 _RECOMPUTE = (None, "selective", "full")
 _SAMPLES = (1, 2, 4, 8)
 _MOST_PROCESSES = 4096
-ASSUMED_GPU = "h100"  # whose speed and memory count while none is named
+ASSUMED_GPU = "h100"  # used while the configuration names no GPU
 _GIB = 2**30
 
 
 class Layout(NamedTuple):
-    """A configuration that divides, and what it would cost.
+    """A configuration that divides, with its memory and time.
 
     Attributes:
         config: The configuration with the layout in it.
@@ -53,15 +53,15 @@ class Layout(NamedTuple):
 
     def words(self, other: RunConfig) -> list[str]:
         """Return the overrides that turn `other` into this layout."""
-        found = []
+        words = []
         for group in ("parallel", "data"):
             mine, theirs = getattr(self.config, group), getattr(other, group)
             for name in mine.__dataclass_fields__:
                 value = getattr(mine, name)
                 if value != getattr(theirs, name):
                     word = "null" if value is None else str(value).lower()
-                    found.append(f"{group}.{name}={word}")
-        return found
+                    words.append(f"{group}.{name}={word}")
+        return words
 
 
 def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> Layout:
@@ -121,28 +121,28 @@ def memory_problems(
     first = fullest * per_stage
     ranks = f"ranks {first} to {first + per_stage - 1}" if per_stage > 1 else f"rank {first}"
     largest = sorted(layout.stages[fullest].kinds().items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in largest)
+    kinds = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in largest)
     return [
         f"parallel: pipeline stage {fullest + 1} of {len(needed)} ({ranks}) needs "
         f"{needed[fullest] / _GIB:.1f} GiB, {(needed[fullest] - gpu.memory) / _GIB:.1f} GiB more "
-        f"than the {gpu.memory_gib:.1f} GiB of a {gpu.label} ({parts}); "
+        f"than the {gpu.memory_gib:.1f} GiB of a {gpu.label} ({kinds}); "
         f"{advice(config, architecture, world_size, gpu)}"
     ]
 
 
 def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> str:
-    """Return overrides of the fastest layout that fits; else the number of processes it takes."""
-    found = search(config, architecture, world_size, gpu)
-    if found:
-        words = " ".join(found[0].words(config))
+    """Return overrides of the fastest layout that fits, else the number of processes needed."""
+    fitting = search(config, architecture, world_size, gpu)
+    if fitting:
+        words = " ".join(fitting[0].words(config))
         return (
             f"the fastest layout that divides and fits {gpu.label}: {words} "
-            f"({found[0].time.total:.3g} s a step)"
+            f"({fitting[0].time.total:.3g} s a step)"
         )
     for more in (2**n for n in range(world_size.bit_length(), _MOST_PROCESSES.bit_length())):
-        found = search(config, architecture, more, gpu)
-        if found:
-            words = " ".join(found[0].words(config))
+        fitting = search(config, architecture, more, gpu)
+        if fitting:
+            words = " ".join(fitting[0].words(config))
             return (
                 f"no layout of {world_size} {gpu.label} divides and fits; {more} are enough"
                 f"{f' with {words}' if words else ''}"

@@ -1,8 +1,8 @@
 """Memory of every pipeline stage of a run by kind, before anything is allocated.
 
-The layout is the one `mcore` uses: gradients in fp32 on every process, optimizer state in fp32
-divided over the data-parallel copies, a frozen teacher next to the student when distilling, and
-the bytes that `activations` counts for the microbatches that the schedule has in flight.
+Every process holds fp32 gradients and its data-parallel share of the fp32 optimizer state, as in
+`mcore`. A frozen teacher stands next to the student when distilling. The module `activations`
+counts the bytes of the microbatches in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dms_train.planning.pipeline import passes
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
-# More microbatches than this many rounds of the pipeline repeat what was before.
+# Beyond this many rounds of the pipeline, further microbatches repeat the same moments.
 _ROUNDS = 2
 
 
@@ -30,13 +30,13 @@ class MemoryEstimate:
     """Bytes of one process at its fullest moment.
 
     Attributes:
-        weights: The student's.
-        gradients: Its fp32 sums.
+        weights: Weights of the student.
+        gradients: Gradient sums of the student in fp32.
         optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights.
-        teacher: The frozen original's weights.
+        teacher: Weights of the frozen original.
         activations: Kept for the backward passes of the microbatches in flight.
-        logits: Kept of the last stage's head.
-        workspace: The largest of what exists for a moment only, and buffers of communication.
+        logits: Kept for the backward pass of the last stage's head.
+        workspace: The largest set of short-lived tensors, and communication buffers.
     """
 
     weights: int
@@ -84,7 +84,7 @@ class PipelineStage:
     """One pipeline stage of a layout.
 
     Attributes:
-        rank: Its number.
+        rank: Number of the stage.
         copies: Data-parallel size.
         microbatches: Number of microbatches per data-parallel rank and step.
     """
@@ -130,7 +130,7 @@ class PipelineStage:
     def largest_gradient(self) -> int:
         """Bytes of the vocabulary projection's gradient before it is added up in fp32.
 
-        Where products add to the fp32 sums themselves there is none.
+        It is 0 where the products add to the fp32 sums directly.
         """
         a, m = self.microbatch.architecture, self.microbatch
         if m.fused or not self.is_last:
@@ -211,14 +211,14 @@ def _moments(stage: PipelineStage) -> list[_Moment]:
     ]
     rounds = min(stage.microbatches, _ROUNDS * stage.pp)
     live: Counter[int] = Counter()
-    found = []
+    moments = []
     for forward, chunk in passes(stage.rank, stage.pp, stage.vp, rounds):
         has_head = stage.is_last and chunk == last_chunk
         live[chunk] += forward
         held = sum(kept[index] * count for index, count in live.items())
-        found += _forward(stage, held, has_head) if forward else _backward(stage, held, has_head)
+        moments += _forward(stage, held, has_head) if forward else _backward(stage, held, has_head)
         live[chunk] -= not forward
-    return found
+    return moments
 
 
 def _in_transit(stage: PipelineStage) -> int:
@@ -231,7 +231,7 @@ def _in_transit(stage: PipelineStage) -> int:
 
 def _forward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
     m, transit = stage.microbatch, _in_transit(stage)
-    # the student's output waits for the teacher's, on the last stage also what the norm keeps
+    # the student's output is held until the teacher's exists; on the last stage also the norm's
     output = (2 if has_head else 1) * m.residual
     moments = [_Moment(held, 0, activations.forward_workspace(m) + output + transit)]
     if has_head:
@@ -243,7 +243,7 @@ def _forward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
 def _backward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
     m, transit = stage.microbatch, _in_transit(stage)
     tied = stage.pp == 1 and m.architecture.tie_word_embeddings
-    # of a tied table the gradient of the projection waits for that of the embedding
+    # with tied weights the projection's gradient is held until the embedding's exists
     waiting = stage.largest_gradient if tied else 0
     moments = [_Moment(held, 0, activations.backward_workspace(m) + waiting + transit)]
     if has_head:
@@ -259,7 +259,7 @@ def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
 
 
 def needs_teacher(config: RunConfig) -> bool:
-    """Return whether the loss of any stage that is run needs the frozen original."""
+    """Return whether the loss of any stage to run needs the frozen original."""
     blocks = (getattr(config.stage, name) for name in config.stage.run)
     losses = (TOKEN_LOSSES.get(getattr(block, "loss", "")) for block in blocks)
     return any(loss is not None and loss.needs_teacher for loss in losses)

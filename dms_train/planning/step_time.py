@@ -1,7 +1,7 @@
 """Time of a training step: products, attention, memory traffic, communication, bubble.
 
-Every term is work divided by a speed: the GPU's data sheet times a measured share of it. The terms
-are added. Overlap is part of the measured shares.
+Every term is an amount of work divided by a speed: the data sheet's value times a measured share.
+The terms are added. Overlap is part of the measured shares.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Work:
     Attributes:
         matmul_flops: Operations of matrix products.
         attention_flops: Operations of attention.
-        traffic_bytes: Bytes of what layers keep, once for every pass.
-        update_bytes: Read and written by the optimizer.
-        link_bytes: Sent to GPUs of the same node.
-        network_bytes: Sent to other nodes.
+        traffic_bytes: Bytes that layers keep, once for every pass.
+        update_bytes: Bytes that the optimizer reads and writes.
+        link_bytes: Bytes sent to GPUs of the same node.
+        network_bytes: Bytes sent to other nodes.
     """
 
     matmul_flops: float = 0.0
@@ -43,11 +43,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by kind, of the busiest pipeline stage.
+    """Seconds of a step by kind, on the busiest pipeline stage.
 
     Attributes:
         matmul: Products of layers and head.
-        attention: Forward, backward and what is computed again.
+        attention: Forward, backward and recomputed attention.
         traffic: Norms, activations and other work that memory limits.
         communication: Tensor-parallel, pipeline and data-parallel.
         update: The optimizer.
@@ -77,7 +77,7 @@ def step_time(stages: list[PipelineStage], gpu: Gpu, c: Calibration) -> StepTime
     Args:
         stages: One for each pipeline stage.
         gpu: Model of the GPUs.
-        c: Measured shares of its speeds.
+        c: Measured shares of these speeds.
     """
     return max((_timed(stage, gpu, c) for stage in stages), key=lambda time: time.total)
 

@@ -17,7 +17,7 @@ _LOGIT_BYTES = 8 * 8  # float64, and as many copies while they are compared
 def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
     """Return the bytes for the larger model with its dense cache, or for comparing logits.
 
-    The original is taken to be stored like the export.
+    The original is assumed to be stored in the dtype of the export.
     """
     a, options = architecture, config.stage.validate_export
     export = config.stage.export
@@ -36,14 +36,14 @@ def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
 def problem(
     config: RunConfig, architecture: Architecture, label: str, memory: float, training: float = 0
 ) -> str | None:
-    """One line if `validate_export` does not fit a GPU; None if it does.
+    """Return one line if `validate_export` does not fit a GPU; None if it does.
 
     Args:
         config: The configuration.
         architecture: Architecture of both models.
         label: Name of the GPU.
-        memory: Its bytes.
-        training: Bytes that stay allocated, where the process has trained before.
+        memory: Memory of the GPU in bytes.
+        training: Bytes that stay allocated if the process has trained before.
     """
     if config.stage.validate_export.device == "cpu":
         return None

@@ -12,23 +12,23 @@ A document is a prompt, a trace and an answer, in words of one token each (`rese
 
 All numbers are residues modulo 61. The prompt defines nine coefficients, each from a number or an
 earlier coefficient. They belong to three equations, which are named by their first coefficient:
-x^3 + a x^2 + b x + c = 0, and likewise from d and from g. Each has three roots, of which one is
-common to all: it is asked for. The trace works the coefficients out and then tries candidates in
-random order, each once. A trial checks one equation, drawn at random, by Horner's rule; the first
-candidate that passes its check (`!`) is the answer.
+x^3 + a x^2 + b x + c = 0, and likewise from d and from g. Each has three roots, and the question is
+the one root that all have in common. The trace computes the coefficients and then tries candidates
+in random order, each once. A trial checks one random equation by Horner's rule. The first candidate
+that passes its check (`!`) is the answer.
 
-Why an answer may be wrong, and why a vote helps: the common root passes any check, and each of the
-six other roots passes one of three. The seven stand in random order, so a trace ends in the common
+An answer may be wrong, and a vote helps. The common root passes any check, and each of the six
+other roots passes one of three. The seven roots come in random order, so a trace ends in the common
 root with probability (1 - (2/3)^7) / (7/3) = 0.404, in any other root with 0.099, and in nothing
-else. Order and checks are uniform draws, so that traces of one problem err independently at any
-temperature. The answer that most of W traces give is therefore right more often as W grows:
+else. Order and checks are uniform draws, so traces of one problem err independently at any
+temperature. The majority answer of W traces is therefore right more often as W grows:
 0.55, 0.71, 0.88 and 0.98 of the time for W = 4, 8, 16 and 32.
 
-What a solver must remember: the coefficients, which are written once, at the start of the trace;
-and which candidates have been tried, for a candidate that is tried again costs tokens and gives a
-wrong root another chance. The rest of a trial, nearly all tokens, is not needed again. A trace has
-about 100 to 1,660 tokens. One system in sixteen is held out by a hash of its roots: no training
-document has it, in any order of its equations.
+A solver must remember the coefficients, which are written once, at the start of the trace. It must
+also remember the tried candidates, because trying one again costs tokens and gives a wrong root
+another chance. The rest of a trial, nearly all tokens, is not needed again. A trace has about
+100 to 1,660 tokens. One system in sixteen is held out by a hash of its roots: no training document
+has it, in any order of its equations.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from research.data.words import ID, LETTER, NUMBER, decoded
 PRIME = 61
 EQUATIONS = 3
 DEGREE = 3
-RIGHT = "right_answer"  # what statistics call a document whose answer is the common root
+RIGHT = "right_answer"  # name in the statistics of a document with the right answer
 
 _COEFFICIENTS = EQUATIONS * DEGREE
 _INVERSE = (0, *(pow(number, -1, PRIME) for number in range(1, PRIME)))
-_LINE = "R x e : x + c0 = s0 * x = p1 + c1 = s1 * x = p2 + c2 = s2 mark"  # of a trial
+_LINE = "R x e : x + c0 = s0 * x = p1 + c1 = s1 * x = p2 + c2 = s2 mark"  # one trial
 _PLUS, _TIMES, _EQUALS = ID["+"], ID["*"], ID["="]
 _COMMA, _COLON, _FAILS, _PASSES = ID[","], ID[":"], ID["."], ID["!"]
 
@@ -79,11 +79,15 @@ class System(NamedTuple):
     @property
     def coefficients(self) -> list[int]:
         """Coefficients of the powers 2, 1 and 0 of x in each equation."""
-        found = []
+        coefficients = []
         for b, c in self.others:
             a = self.root
-            found += [-(a + b + c) % PRIME, (a * b + a * c + b * c) % PRIME, -a * b * c % PRIME]
-        return found
+            coefficients += [
+                -(a + b + c) % PRIME,
+                (a * b + a * c + b * c) % PRIME,
+                -a * b * c % PRIME,
+            ]
+        return coefficients
 
 
 class Problem(NamedTuple):
@@ -117,9 +121,9 @@ def problem(rng: random.Random, system: System) -> Problem:
     """
     values = system.coefficients
     prompt, work = [ID["M"]], list[int]()
-    for place, value in enumerate(values):
-        if place:
-            source = rng.randrange(place)
+    for index, value in enumerate(values):
+        if index:
+            source = rng.randrange(index)
             left, word = values[source], LETTER + source
         else:
             left = rng.randrange(PRIME)
@@ -128,7 +132,7 @@ def problem(rng: random.Random, system: System) -> Problem:
             sign, right = _TIMES, value * _INVERSE[left] % PRIME
         else:
             sign, right = _PLUS, (value - left) % PRIME
-        name, operand = LETTER + place, NUMBER + right
+        name, operand = LETTER + index, NUMBER + right
         prompt += (name, _EQUALS, word, sign, operand, _COMMA)
         work += (name, _EQUALS, NUMBER + left, sign, operand, _EQUALS, NUMBER + value, _COMMA)
     prompt[-1] = work[-1] = _COLON
@@ -181,8 +185,8 @@ def _trials(
     }
     words = _LINE.split()
     lines = np.empty((len(x), len(words)), dtype=np.uint16)
-    for place, word in enumerate(words):
-        lines[:, place] = ids[word] if word in ids else ID[word]
+    for column, word in enumerate(words):
+        lines[:, column] = ids[word] if word in ids else ID[word]
     return lines
 
 
@@ -211,10 +215,10 @@ def held_out_problems(count: int, seed: int) -> list[dict[str, Any]]:
         count: Number of systems.
         seed: The same seed gives the same problems.
     """
-    rng, found = random.Random(seed), dict[System, dict[str, Any]]()
-    while len(found) < count:
+    rng, problems = random.Random(seed), dict[System, dict[str, Any]]()
+    while len(problems) < count:
         drawn = problem(rng, system(rng, held_out=True))
         words = decoded(np.array(drawn.prompt, dtype=np.uint16))
         row = {"prompt": " ".join(words), "answers": [str(drawn.system.root)]}
-        found.setdefault(drawn.system, row)
-    return list(found.values())
+        problems.setdefault(drawn.system, row)
+    return list(problems.values())

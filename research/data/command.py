@@ -35,7 +35,7 @@ from research.data.token_documents import (
 )
 from research.data.words import WORDS
 
-Commands = Any  # what add_subparsers returns; its class is private
+Commands = Any  # result of add_subparsers, whose class is private
 Parser = argparse.ArgumentParser
 
 _COUNTDOWN = """\
@@ -186,11 +186,11 @@ def _add_rule(parser: Parser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    found = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
-    if not set(found) <= set(TRAINING):
+    numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if not set(numbers) <= set(TRAINING):
         known = ", ".join(map(str, TRAINING))
         raise argparse.ArgumentTypeError(f"{text}: choose from {known}, with commas between them")
-    return found
+    return numbers
 
 
 def _share(text: str) -> float:

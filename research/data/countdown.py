@@ -18,9 +18,9 @@ their sum, difference, product and quotient follow, `.` for one that does not ex
 target and ends the search. Results are whole numbers from 1 to 100, and nothing is multiplied or
 divided by 1.
 
-What a solver must remember: the target, the line of the current first move, and which first moves
-have been tried. One instance in sixteen is held out by a hash of its numbers and target: no
-training document has it, in any order of its numbers.
+A solver must remember the target, the line of the current first move, and the first moves that it
+has tried. One instance in sixteen is held out by a hash of its numbers and target: no training
+document has it, in any order of its numbers.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from research.data.words import ID, LARGEST, MARK, MOST_MARKS, NUMBER, OPERATORS
 Split = Literal["train", "held_out"]
 State = tuple[int, ...]  # numbers, ascending
 
-LARGEST_NUMBER = 20  # of a prompt
+LARGEST_NUMBER = 20  # largest number in a prompt
 TARGETS = range(10, 101)
 MOST_FIRST_MOVES = MOST_MARKS
 
-_STATES = 1 << 18  # there are fewer of three numbers
+_STATES = 1 << 18  # more than there are states of three numbers
 _BLOCKS = 1 << 15  # about 10 KB each
-_TRIES = 100_000  # numbers and targets that are drawn for one instance
+_TRIES = 100_000  # largest number of draws for one instance
 
 
 class Move(NamedTuple):
@@ -104,9 +104,9 @@ class CountdownRule:
     most_solving: int = 4
 
 
-# Of training documents and of problems, by the numbers of a prompt. With five, one first move has
-# about 1,700 tokens below it: instances are kept whose search mostly ends within 8,192. With three,
-# a document has about 70 tokens, so that a model sees many ends of searches.
+# Rules of training documents and problems, by the count of numbers. With five, one first move has
+# about 1,700 tokens below it, so instances are kept if their search mostly ends within 8,192. With
+# three, a document has about 70 tokens, so that a model sees many ends of searches.
 TRAINING = {
     3: CountdownRule(numbers=3),
     4: CountdownRule(),
@@ -123,8 +123,8 @@ class Hit(NamedTuple):
     """First line of a search that meets a target.
 
     Attributes:
-        end: Tokens of the block up to the target itself.
-        moves: From the state of the block to the target.
+        end: Number of tokens of the block up to and including the target.
+        moves: Moves from the state of the block to the target.
     """
 
     end: int
@@ -154,17 +154,17 @@ class Block:
 
 def results(left: int, right: int) -> list[int | None]:
     """Return sum, difference, product and quotient of `left >= right`; None where undefined."""
-    found = (
+    values = (
         left + right,
         left - right,
         left * right if right > 1 else 0,
         left // right if right > 1 and left % right == 0 else 0,
     )
-    return [value if 1 <= value <= LARGEST else None for value in found]
+    return [value if 1 <= value <= LARGEST else None for value in values]
 
 
 def moves(state: State) -> Iterator[tuple[Move, State]]:
-    """Yield every move from a state with the numbers it leaves; equal numbers give a move once."""
+    """Yield every different move from a state, with the remaining numbers."""
     seen = set[tuple[int, int]]()
     for high in range(len(state)):
         for low in range(high):
@@ -182,8 +182,8 @@ def moves(state: State) -> Iterator[tuple[Move, State]]:
 def reachable(state: State) -> int:
     """Return a bit mask whose bit n is set if all numbers of the state can give n."""
     if len(state) == 2:
-        found = (value for value in results(state[1], state[0]) if value is not None)
-        return sum(1 << value for value in set(found))
+        values = (value for value in results(state[1], state[0]) if value is not None)
+        return sum(1 << value for value in set(values))
     bits = 0
     for _, rest in moves(state):
         bits |= reachable(rest)
@@ -256,8 +256,8 @@ def _first_moves(state: State) -> tuple[tuple[Move, State, int], ...]:
 
 def solving_moves(instance: Instance) -> int:
     """Count the first moves from which the target can be reached."""
-    found = _first_moves(tuple(sorted(instance.numbers)))
-    return sum(bits >> instance.target & 1 for _, _, bits in found)
+    first_moves = _first_moves(tuple(sorted(instance.numbers)))
+    return sum(bits >> instance.target & 1 for _, _, bits in first_moves)
 
 
 def instance(rng: random.Random, rule: CountdownRule, split: Split) -> Instance:

@@ -1,4 +1,4 @@
-"""Filler texts of the lab, and the names of what is hidden in them.
+"""Filler texts of the lab, and the names of the things hidden in them.
 
 A name is two letters. One name in sixteen is held out by a hash: training documents never have it,
 problems ask for it, and everything else in a problem has names of the training documents.
@@ -59,7 +59,7 @@ def problem_names(rng: random.Random, asked: int, others: int) -> list[Name]:
     """Draw different names of a problem: held-out ones for the question, then others.
 
     Raises:
-        DataError: There are not as many.
+        DataError: There are not enough names.
     """
     for needed, names in ((asked, HELD_OUT_NAMES), (others, TRAINING_NAMES)):
         if needed > len(names):
@@ -75,8 +75,8 @@ def drawn_counts(
     Args:
         rng: Draws both, from 1 on.
         most: Most hidden things.
-        fits: Whether a document is long enough for so many and for questions about so many of them;
-            for one it is.
+        fits: Function that tells if numbers of things and of questions fit into a document; one of
+            each must fit.
     """
     largest = max(n for n in range(1, most + 1) if n == 1 or fits(n, 1))
     count = int(math.exp(rng.uniform(0, math.log(largest + 1))))
@@ -86,8 +86,8 @@ def drawn_counts(
 def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
     """Draw the number of filler lines of a training document, from none to a full context.
 
-    Short documents are the most frequent ones, because a model learns from them first what to look
-    for: between the length without filler and the context, the logarithm of a document's length is
+    Short documents are the most frequent ones, because a model first learns from them what to look
+    for. Between the length without filler and the context, the logarithm of a document's length is
     distributed like the square of a uniform number.
 
     Args:
@@ -97,7 +97,7 @@ def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
         line: Tokens of a line.
 
     Raises:
-        DataError: What must be hidden does not fit.
+        DataError: The lines to hide do not fit.
     """
     most = lines_that_fit(context, taken, line)
     size = taken * ((context + 1) / taken) ** rng.random() ** 2
@@ -108,7 +108,7 @@ def lines_that_fit(context: int, taken: int, line: int) -> int:
     """Return the number of filler lines that fit beside `taken` tokens.
 
     Raises:
-        DataError: What must be hidden does not fit.
+        DataError: The lines to hide do not fit.
     """
     if taken > context:
         raise DataError(
@@ -118,21 +118,21 @@ def lines_that_fit(context: int, taken: int, line: int) -> int:
     return (context - taken) // line
 
 
-def scattered(filler: Tokens, hidden: Sequence[Sequence[int]], places: Sequence[int]) -> Tokens:
+def scattered(filler: Tokens, hidden: Sequence[Sequence[int]], positions: Sequence[int]) -> Tokens:
     """Return filler with lines in between.
 
     Args:
         filler: uint16 [lines, tokens].
         hidden: Token ids of each line to hide.
-        places: Lines of filler in front of each, ascending.
+        positions: Number of filler lines before each hidden line, ascending.
 
     Returns:
         uint16 [tokens].
     """
     parts, start = [], 0
-    for line, place in zip(hidden, places, strict=True):
-        parts += [filler[start:place].reshape(-1), np.array(line, dtype=np.uint16)]
-        start = place
+    for line, position in zip(hidden, positions, strict=True):
+        parts += [filler[start:position].reshape(-1), np.array(line, dtype=np.uint16)]
+        start = position
     return np.concatenate([*parts, filler[start:].reshape(-1)])
 
 

@@ -10,11 +10,11 @@ numbers on the right; the right side over the left one is the answer:
 
     ... : 60 / 5 = 12 . ANS 12 <eod>
 
-The form is that of `algebra__linear_1d` of DeepMind's mathematics data set, with longer sides and
-with numbers, sums and answers from 1 to 100, each one word. Training documents have 2 to 20 terms
+The form follows `algebra__linear_1d` of DeepMind's mathematics data set, with longer sides.
+Numbers, sums and answers are from 1 to 100, each one word. Training documents have 2 to 20 terms
 of each kind, as many of one as of the other; problems have as many as they are asked for.
 
-What a solver must remember: each term until it is collected, once, while the working passes over
+A solver must remember each term until it is collected, once, while the working passes over
 the equation twice. One equation in sixteen is held out by a hash of its words.
 """
 
@@ -33,7 +33,7 @@ from dms_train.data.errors import DataError
 from research.data.token_documents import Drawn
 from research.data.words import ID, LARGEST, LETTERS, NUMBER, decoded
 
-FEWEST_TERMS, MOST_TERMS = 2, 20  # of each kind
+FEWEST_TERMS, MOST_TERMS = 2, 20  # numbers of terms of each kind
 
 _PLUS, _MINUS, _TIMES, _OVER = (ID[word] for word in "+-*/")
 _EQUALS, _STOP, _COLON = ID["="], ID["."], ID[":"]
@@ -41,16 +41,16 @@ _EQUALS, _STOP, _COLON = ID["="], ID["."], ID[":"]
 
 def _sums(rng: random.Random, count: int, last: int) -> list[int]:
     """Draw the sums of the first 1 to `count` terms, from 1 to 100; neighbours differ."""
-    found = [last]
-    while len(found) < count:
+    partial_sums = [last]
+    while len(partial_sums) < count:
         drawn = rng.randint(1, LARGEST - 1)
-        found.append(drawn + (drawn >= found[-1]))
-    return found[::-1]
+        partial_sums.append(drawn + (drawn >= partial_sums[-1]))
+    return partial_sums[::-1]
 
 
-def _terms(sums: list[int]) -> list[int]:
+def _terms(partial_sums: list[int]) -> list[int]:
     """Return the numbers other than 0 that have these sums."""
-    return [sums[0], *(after - before for before, after in pairwise(sums))]
+    return [partial_sums[0], *(after - before for before, after in pairwise(partial_sums))]
 
 
 def _equation(rng: random.Random, factors: list[int], numbers: list[int]) -> list[int]:
@@ -58,8 +58,8 @@ def _equation(rng: random.Random, factors: list[int], numbers: list[int]) -> lis
 
     Args:
         rng: Draws the unknown, the order and the sides.
-        factors: Factors of the unknown, as they add to the left side.
-        numbers: Numbers, as they add to the right side.
+        factors: Factors of the unknown, with the signs of the left side.
+        numbers: Numbers, with the signs of the right side.
     """
     unknown = ID[rng.choice(LETTERS)]
     kinds = [False] * len(numbers) + [True] * len(factors)
@@ -67,21 +67,21 @@ def _equation(rng: random.Random, factors: list[int], numbers: list[int]) -> lis
     cut = rng.randint(1, len(kinds) - 1)  # terms on the left side
     left, right = iter(factors), iter(numbers)
     prompt = [ID["E"]]
-    for place, of_unknown in enumerate(kinds):
-        is_left = place < cut
+    for index, of_unknown in enumerate(kinds):
+        is_left = index < cut
         value = next(left if of_unknown else right) * (1 if of_unknown == is_left else -1)
-        if place == cut:
+        if index == cut:
             prompt.append(_EQUALS)
-        if value < 0 or place not in (0, cut):
+        if value < 0 or index not in (0, cut):
             prompt.append(_MINUS if value < 0 else _PLUS)
         prompt += [NUMBER + abs(value), *((_TIMES, unknown) if of_unknown else ())]
     return [*prompt, ID["?"], unknown, _COLON]
 
 
-def _collected(sums: list[int]) -> list[int]:
+def _collected(partial_sums: list[int]) -> list[int]:
     """Return the working of one side, such as `7 + 2 = 9 . 9 - 4 = 5 :`."""
     words: list[int] = []
-    for before, after in pairwise(sums):
+    for before, after in pairwise(partial_sums):
         sign, size = (_PLUS if after > before else _MINUS), abs(after - before)
         words += [NUMBER + before, sign, NUMBER + size, _EQUALS, NUMBER + after, _STOP]
     words[-1] = _COLON
@@ -104,9 +104,9 @@ def _drawn(
 ) -> tuple[list[int], list[int], int]:
     """Draw documents until one belongs to the split."""
     while True:
-        found = _document(rng, terms)
-        if is_held_out(" ".join(decoded(np.array(found[0])))) == held_out:
-            return found
+        document = _document(rng, terms)
+        if is_held_out(" ".join(decoded(np.array(document[0])))) == held_out:
+            return document
 
 
 def is_held_out(prompt: str) -> bool:
@@ -143,9 +143,9 @@ def held_out_problems(count: int, seed: int, *, terms: int = MOST_TERMS) -> list
     """
     if not FEWEST_TERMS <= terms <= MOST_TERMS:
         raise DataError(f"--terms {terms}: not from {FEWEST_TERMS} to {MOST_TERMS}")
-    rng, found = random.Random(seed), dict[str, dict[str, Any]]()
-    while len(found) < count:
+    rng, problems = random.Random(seed), dict[str, dict[str, Any]]()
+    while len(problems) < count:
         prompt, _, solution = _drawn(rng, terms, held_out=True)
         text = " ".join(decoded(np.array(prompt)))
-        found[text] = {"prompt": text, "answers": [str(solution)]}
-    return list(found.values())
+        problems[text] = {"prompt": text, "answers": [str(solution)]}
+    return list(problems.values())

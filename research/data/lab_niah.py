@@ -11,7 +11,7 @@ documents have 1 to 64 needles and ask for 1 to all of them, so that a long text
 one answer; they have no filler to as much as fits into the context. Problems fill the context, ask
 for one needle at one of RULER's 40 depths, and their other needles have other keys.
 
-What a solver must remember: the keys and values, a few tokens of a long text. Asked keys are held
+A solver must remember the keys and values, a few tokens of a long text. Asked keys are held
 out by a hash (`haystacks`).
 """
 
@@ -66,11 +66,11 @@ def _needles(rng: random.Random, keys: list[Name]) -> list[Needle]:
     return [Needle(key, tuple(rng.choices(_VALUES, k=3))) for key in keys]
 
 
-def _text(rng: random.Random, needles: list[Needle], places: list[int], lines: int) -> Tokens:
+def _text(rng: random.Random, needles: list[Needle], positions: list[int], lines: int) -> Tokens:
     """Return filler sentences with needles after the given numbers of them; uint16 [tokens]."""
     filler = SENTENCES[rng.choices(range(len(SENTENCES)), k=lines)]
-    order = sorted(zip(places, [needle.line for needle in needles], strict=True))
-    return scattered(filler, [line for _, line in order], [place for place, _ in order])
+    order = sorted(zip(positions, [needle.line for needle in needles], strict=True))
+    return scattered(filler, [line for _, line in order], [position for position, _ in order])
 
 
 def _tokens(needles: int, questions: int) -> int:
@@ -120,10 +120,10 @@ def held_out_problems(
         count: Number of texts.
         seed: The same seed gives the same problems.
         context: Tokens of a prompt and its answer, less than a sentence under it.
-        needles: In each text.
+        needles: Number of needles in each text.
 
     Raises:
-        DataError: The needles do not fit, or there are not as many keys.
+        DataError: The needles do not fit, or there are not enough keys.
     """
     lines = lines_that_fit(context, _tokens(needles, 1), SENTENCES.shape[1])
     return [_problem(random.Random(f"{seed} {number}"), lines, needles) for number in range(count)]
@@ -132,8 +132,8 @@ def held_out_problems(
 def _problem(rng: random.Random, lines: int, count: int) -> dict[str, Any]:
     needles = _needles(rng, problem_names(rng, 1, count - 1))
     depth = rng.choice(DEPTHS)
-    places = [lines * depth // 100, *(rng.randint(0, lines) for _ in needles[1:])]
-    prompt = asked("N", _text(rng, needles, places, lines), [needles[0].key])
+    positions = [lines * depth // 100, *(rng.randint(0, lines) for _ in needles[1:])]
+    prompt = asked("N", _text(rng, needles, positions, lines), [needles[0].key])
     return {
         "prompt": " ".join(decoded(prompt)),
         "answers": [" ".join(decoded(np.array(needles[0].answer)))],

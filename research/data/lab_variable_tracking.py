@@ -13,7 +13,7 @@ chains, so that a long text teaches more than one answer; they have no noise to 
 the context. Problems fill the context and ask for one chain. An answer is right when the whole
 chain is, where RULER counts each name.
 
-What a solver must remember: every assignment, until its value is asked for. The names of an asked
+A solver must remember every assignment until its value is asked for. The names of an asked
 chain are held out by a hash (`haystacks`).
 """
 
@@ -44,8 +44,8 @@ MOST_HOPS = 4
 MOST_ASSIGNMENTS = 40
 
 _VAR, _TO, _STOP = ID["VAR"], ID[">"], ID["."]
-_LINE = 7  # tokens of an assignment
-_BASE = 100  # of the two numbers of a value
+_LINE = 7  # number of tokens of an assignment
+_BASE = 100  # base of the two numbers of a value
 
 
 class Chain(NamedTuple):
@@ -91,9 +91,9 @@ def _text(rng: random.Random, chains: list[Chain], noise: int) -> Tokens:
     turns = [number for number in range(len(chains)) for _ in range(length)]
     rng.shuffle(turns)
     left = [iter(chain.lines) for chain in chains]
-    places = sorted(rng.randint(0, noise) for _ in turns)
+    positions = sorted(rng.randint(0, noise) for _ in turns)
     hidden = [next(left[number]) for number in turns]
-    return scattered(np.repeat(NOISE, noise, axis=0), hidden, places)
+    return scattered(np.repeat(NOISE, noise, axis=0), hidden, positions)
 
 
 def _tokens(chains: int, length: int, questions: int) -> int:
@@ -145,19 +145,19 @@ def held_out_problems(
         count: Number of texts.
         seed: The same seed gives the same problems.
         context: Tokens of a prompt and its answer, less than a line of noise under it.
-        chains: In each text.
-        hops: Hops of each chain.
+        chains: Number of chains in each text.
+        hops: Number of hops of each chain.
 
     Raises:
-        DataError: The chains do not fit, or there are not as many names.
+        DataError: The chains do not fit, or there are not enough names.
     """
     length = hops + 1
     noise = lines_that_fit(context, _tokens(chains, length, 1), NOISE.size)
     made = []
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
-        found = _chains(rng, problem_names(rng, length, (chains - 1) * length), length)
-        prompt = asked("V", _text(rng, found, noise), [found[0].value])
-        names = decoded(np.array(found[0].answer))
+        drawn_chains = _chains(rng, problem_names(rng, length, (chains - 1) * length), length)
+        prompt = asked("V", _text(rng, drawn_chains, noise), [drawn_chains[0].value])
+        names = decoded(np.array(drawn_chains[0].answer))
         made.append({"prompt": " ".join(decoded(prompt)), "answers": [" ".join(names)]})
     return made

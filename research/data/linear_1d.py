@@ -1,6 +1,6 @@
 """Equations in the format of `algebra__linear_1d` of DeepMind's mathematics data set.
 
-`Solve -21*l + 207 = 43*l + 5*l for l.`: each side is a sum of terms in any order, a coefficient
+`Solve -21*l + 207 = 43*l + 5*l for l.`: each side is a sum of terms in any order. A coefficient
 of one is not written, an empty side is 0, and the answer is a whole number. Numbers are smaller
 than in the public files, so that a small model can learn them.
 """

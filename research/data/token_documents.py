@@ -25,7 +25,7 @@ from dms_train.hf.tokenizer_files import read_tokenizer
 Tokens = npt.NDArray[np.uint16]
 
 _LENGTHS = tuple(128 << step for step in range(8))  # of the statistics: 128 to 16,384
-_TRIES = 10_000  # documents that are drawn for a long one
+_TRIES = 10_000  # largest number of draws for a long document
 
 
 class Drawn(NamedTuple):
@@ -70,12 +70,12 @@ class TokenShard:
         output: Prefix of the files.
         tokenizer: Directory of the tokenizer.
         documents: Number of documents.
-        document_tokens: Length of every document, filled with drawn ones; None is one drawn each.
+        document_tokens: Length of every document, filled with drawn ones; None keeps drawn lengths.
         long_share: Share of the filled documents that begin with a drawn one of at least half
             their length.
-        answers_only: Whether the loss counts the tokens after prompts only.
+        answers_only: True if the loss counts only the tokens after prompts.
         seed: Seed of all draws.
-        workers: Processes.
+        workers: Number of processes.
         overwrite: Replace an existing shard.
     """
 
@@ -109,12 +109,12 @@ class Tally(NamedTuple):
 
     def add(self, drawn: Drawn) -> None:
         """Count a document."""
-        place = bisect_left(_LENGTHS, len(drawn.tokens) - drawn.prompt)
-        self.lengths[_LENGTHS[place] if place < len(_LENGTHS) else 0] += 1
+        index = bisect_left(_LENGTHS, len(drawn.tokens) - drawn.prompt)
+        self.lengths[_LENGTHS[index] if index < len(_LENGTHS) else 0] += 1
         self.traits.update(drawn.traits)
 
     def merge(self, other: Tally) -> None:
-        """Add the counts of others."""
+        """Add the counts of another tally."""
         self.lengths.update(other.lengths)
         self.traits.update(other.traits)
 
@@ -144,7 +144,7 @@ class Batch(NamedTuple):
 
 
 class DocumentDrawer:
-    """Drawer of documents; each has a seed of its own, so that workers do not matter."""
+    """Drawer of documents; each document has its own seed, so that workers do not matter."""
 
     def __init__(self, task: TokenTask, shard: TokenShard) -> None:
         self._task, self._shard = task, shard
@@ -193,8 +193,8 @@ class DocumentDrawer:
 def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
     """Make one shard, showing progress on stderr.
 
-    The manifest records the settings, and which share of all drawn documents ends within 128, 256
-    and more tokens after its prompt, and which share has each trait.
+    The manifest records the settings, and the shares of all drawn documents that end within 128,
+    256 and more tokens after the prompt. It also records the share with each trait.
 
     Raises:
         DataError: The output exists or cannot be written, or no drawn document is long enough.

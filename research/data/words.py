@@ -1,7 +1,7 @@
 """Words of all tasks of the lab, one token each, so that one teacher can learn every task.
 
-Every task takes its ids from here, and every shard of the lab has the same tokenizer. Ids are the
-places in `WORDS`: words of a further task come at the end.
+Every task takes its ids from here, and every shard of the lab has the same tokenizer. An id is the
+index of a word in `WORDS`, so words of a further task must be appended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import string
 from benchmarks.word_tokenizer import EOD
 from research.data.token_documents import Tokens
 
-LARGEST = 100  # of numbers
+LARGEST = 100  # largest number
 MOST_MARKS = 40
 OPERATORS = ("+", "-", "*", "/")
 LETTERS = tuple(string.ascii_lowercase)
@@ -41,7 +41,7 @@ def encoded(text: str) -> list[int]:
     """Return the token ids of words between blanks.
 
     Raises:
-        KeyError: A word is none of the lab.
+        KeyError: A word is not one of the lab's.
     """
     return [ID[word] for word in text.split()]
 

@@ -1,4 +1,4 @@
-"""A teacher from nothing, its retrofits and their evaluation: `python -m research lab`.
+"""A teacher trained from scratch, its retrofits and their evaluation: `python -m research lab`.
 
 `scales` holds the sizes, `tasks` how data is made and evaluated, `steps` the commands in order.
 """

@@ -18,10 +18,10 @@ def count(text: str) -> int:
 
 def duration(text: str) -> float:
     """Parse seconds, 0 or more."""
-    found = float(text)
-    if not 0 <= found < math.inf:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return found
+    return seconds
 
 
 def seed(text: str) -> int:
@@ -52,12 +52,12 @@ def list_of(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
     """Return a parser of different values between commas."""
 
     def parsed(text: str) -> tuple[Value, ...]:
-        found = tuple(kind(part) for part in text.split(",") if part)
-        if not found:
+        values = tuple(kind(part) for part in text.split(",") if part)
+        if not values:
             raise argparse.ArgumentTypeError("nothing is named")
-        if len(set(found)) < len(found):
+        if len(set(values)) < len(values):
             raise argparse.ArgumentTypeError(f"{text}: a value is repeated")
-        return found
+        return values
 
     return parsed
 

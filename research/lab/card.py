@@ -2,8 +2,8 @@
 
     python -m research lab-card outputs/lab/s --experiment lab_teacher_s
 
-writes `teacher/README.md`. Accuracy is that of one chain with a 95 % interval over the
-problems: at temperature 0, and as the task samples, estimated from all chains of a problem.
+writes `teacher/README.md`. Accuracy is given for one chain with a 95 % interval over the
+problems: at temperature 0, and with the task's sampling, estimated from all chains of a problem.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def evaluations(root: Path, base: str) -> Iterator[RunResult]:
 
 def accuracy(run: RunResult) -> dict[tuple[str, int], str]:
     """Return the accuracy of one chain, by the title of the task and the tokens of the chain."""
-    found = {}
+    accuracies = {}
     for index, length in enumerate(run.header["config"]["sweep"]["lengths"]):
         mean, _ = over_seeds([chain_scores(run, index)])
-        found[run.title, length_in_tokens(length)] = (
+        accuracies[run.title, length_in_tokens(length)] = (
             f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]"
         )
-    return found
+    return accuracies
 
 
 def _accuracies(root: Path) -> list[str]:
@@ -98,7 +98,7 @@ def card(root: Path, experiment: str) -> str:
         experiment: Experiment of the teacher.
 
     Raises:
-        EvaluationError: The teacher has not been trained, or not been evaluated.
+        EvaluationError: The teacher has not been trained or evaluated.
     """
     model, file = root / TEACHER / "exports" / "final" / "hf", root / TEACHER / "config.yaml"
     if not file.exists():

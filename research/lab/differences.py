@@ -3,9 +3,9 @@
     python -m research lab-differences outputs/lab/s
 
 prints accuracy points for each length and compression ratio: the mean of the seeds with a 95 %
-interval over the problems, and the least and the most of a seed. The accuracy of a chain is
-estimated from all chains of a problem. Of an evaluation that was stopped, the problems before the
-first missing one count, since those that finish early are easier.
+interval over the problems, and the minimum and maximum of the seeds. The accuracy of a chain is
+estimated from all chains of a problem. In an evaluation that was stopped, only the problems before
+the first missing one count, because problems that finish early are easier.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.results import RunResult, load
 
 _RETROFIT = re.compile(r"seed(\d+)_cr(\d+)")
-Scores = dict[str, float]  # of one chain, by the document
+Scores = dict[str, float]  # scores of one chain, by document
 
 
 def retrofits(folder: Path) -> dict[int, list[RunResult]]:
     """Load the runs on Countdown by compression ratio, one run for each seed."""
-    found: dict[int, list[RunResult]] = {}
+    runs: dict[int, list[RunResult]] = {}
     for path in sorted((folder / "eval").glob("seed*_cr*")):
         if name := _RETROFIT.fullmatch(path.name):
-            found.setdefault(int(name[2]), []).append(load([path]))
-    return dict(sorted(found.items()))
+            runs.setdefault(int(name[2]), []).append(load([path]))
+    return dict(sorted(runs.items()))
 
 
 def chain_scores(run: RunResult, index: int) -> Scores:
@@ -50,7 +50,7 @@ def chain_scores(run: RunResult, index: int) -> Scores:
 
 
 def difference(seeds: Sequence[Scores], teacher: Scores) -> tuple[Estimate, list[float]]:
-    """Return the points of a model over the teacher: of all seeds together, and of each."""
+    """Return the difference from the teacher in points: of all seeds together, and of each."""
     return over_seeds(
         [{d: 100 * (own[d] - teacher[d]) for d in own if d in teacher} for own in seeds]
     )
@@ -59,7 +59,7 @@ def difference(seeds: Sequence[Scores], teacher: Scores) -> tuple[Estimate, list
 def over_seeds(seeds: Sequence[Scores]) -> tuple[Estimate, list[float]]:
     """Return the mean score of all seeds together, and of each seed.
 
-    The mean of the seeds that have a problem stands for it; problems are resampled.
+    The value of a problem is the mean over the seeds that have it; problems are resampled.
     """
     problems = sorted(set().union(*seeds))
     means = [statistics.mean(own[d] for own in seeds if d in own) for d in problems]

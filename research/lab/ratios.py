@@ -2,10 +2,10 @@
 
     python -m research lab-ratios outputs/lab/recall --figure ratios.svg
 
-prints a table for each task of short answers: the share that is right with a 95 % interval over the
-problems, of all seeds together, the least and the most of a seed, and the tokens that a KV head
-holds at most, the mean over the problems. Policies are not trained and have no seeds; they are run
-on the teacher with as many tokens as DMS of the first seed holds. All rows are over the problems
+prints a table for each task of short answers. A cell has the share of right answers over all seeds
+with a 95 % interval over the problems, and the minimum and maximum of the seeds. It also has the
+peak tokens of a KV head, the mean over the problems. Policies are not trained and have no seeds;
+they run on the teacher with as many tokens as DMS of the first seed holds. All rows use problems
 that every run has evaluated. The figure has the shares with their intervals, a panel for each task.
 """
 
@@ -40,8 +40,8 @@ class Cell(NamedTuple):
 
     Attributes:
         right: Share of the problems, the mean of the seeds.
-        seeds: Share of each.
-        tokens: Most tokens that a KV head holds, the mean over the problems.
+        seeds: Share of each seed.
+        tokens: Peak tokens of a KV head, the mean over the problems.
     """
 
     right: Estimate
@@ -71,7 +71,7 @@ class Table(NamedTuple):
 
 
 def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
-    """Load everything that a lab has evaluated on a task.
+    """Load all evaluations of a lab on a task.
 
     Args:
         folder: Folder of the lab.
@@ -81,7 +81,7 @@ def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
         The teacher, if it was evaluated; and retrofits (under the names in `_METHODS`) and policies
         (under theirs).
     """
-    found: Runs = {}
+    runs: Runs = {}
     suffix = f"_{task}"
     paths = sorted(path.parent for path in (folder / "eval").glob(f"*{suffix}/summary.json"))
     named = {path.name.removesuffix(suffix): path for path in paths}
@@ -92,8 +92,8 @@ def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
         if match is None and (match := _RETROFIT.fullmatch(name)):
             method = titles.get(match[1] or "")
         if match and method:
-            found.setdefault((method, int(match[2])), []).append(load([path]))
-    return (load([named["teacher"]]) if "teacher" in named else None), found
+            runs.setdefault((method, int(match[2])), []).append(load([path]))
+    return (load([named["teacher"]]) if "teacher" in named else None), runs
 
 
 def cell(runs: Sequence[RunResult], problems: Collection[str]) -> Cell:
@@ -109,34 +109,34 @@ def cell(runs: Sequence[RunResult], problems: Collection[str]) -> Cell:
     return Cell(mean, each, tokens)
 
 
-def common_problems(teacher: RunResult, found: Runs) -> list[str]:
+def common_problems(teacher: RunResult, retrofits: Runs) -> list[str]:
     """Return the problems that every run has evaluated.
 
     Raises:
         EvaluationError: There is none.
     """
-    every = [teacher, *(run for runs in found.values() for run in runs)]
+    every = [teacher, *(run for runs in retrofits.values() for run in runs)]
     names = set.intersection(*(set(chain_scores(run, 0)) for run in every))
     if not names:
         raise EvaluationError(f"{teacher.folders[0]}: no problem has been evaluated by every run")
     return sorted(names)
 
 
-def table(teacher: RunResult, found: Runs) -> Table:
+def table(teacher: RunResult, retrofits: Runs) -> Table:
     """Compute all methods at all ratios, over the problems that every run has evaluated.
 
     Raises:
         EvaluationError: There is none.
     """
-    problems = common_problems(teacher, found)
-    present = {name for name, _ in found}
+    problems = common_problems(teacher, retrofits)
+    present = {name for name, _ in retrofits}
     trained = [title for _, title in _METHODS if title in present]
     rows = {_ORIGINAL: {1: cell([teacher], problems)}}
     for name in [*trained, *sorted(present.difference(trained))]:
-        own = {cr: runs for (method, cr), runs in sorted(found.items()) if method == name}
+        own = {cr: runs for (method, cr), runs in sorted(retrofits.items()) if method == name}
         rows[name] = {cr: cell(runs, problems) for cr, runs in own.items()}
     title = f"{teacher.title}, {len(problems)} problems"
-    return Table(title, sorted({cr for _, cr in found}), rows)
+    return Table(title, sorted({cr for _, cr in retrofits}), rows)
 
 
 def markdown(shown: Table) -> list[str]:
@@ -161,8 +161,8 @@ def drawn(tables: Sequence[Table]) -> Any:
     FigureCanvasAgg(figure)
     methods = [name for shown in tables for name in shown.rows if name != _ORIGINAL]
     methods = list(dict.fromkeys(methods))
-    for place, shown in enumerate(tables):
-        axes = figure.add_subplot(1, len(tables), place + 1)
+    for column, shown in enumerate(tables):
+        axes = figure.add_subplot(1, len(tables), column + 1)
         axes.axhline(shown.rows[_ORIGINAL][1].right.value, color="gray", ls="--", label=_ORIGINAL)
         for name in methods:
             row = shown.rows.get(name, {})
@@ -180,9 +180,9 @@ def drawn(tables: Sequence[Table]) -> Any:
 def _run(folder: Path, figure: Path | None) -> int:
     tables = []
     for task in (name for name, task in TASKS.items() if not task.searches):
-        teacher, found = runs_of(folder, task)
-        if teacher is not None and found:
-            tables.append(table(teacher, found))
+        teacher, runs = runs_of(folder, task)
+        if teacher is not None and runs:
+            tables.append(table(teacher, runs))
             print("\n".join(["", tables[-1].title, "", *markdown(tables[-1])]))
     if not tables:
         raise EvaluationError(f"{folder}: no folder of a lab that has evaluated its teacher")

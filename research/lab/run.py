@@ -3,18 +3,18 @@
     python -m research lab s --seconds 570
 
 makes data of Countdown (`--tasks` makes a mixture), pretrains the teacher
-`experiment=lab_teacher_s`, retrofits it to CR 4, 8, 16 and 32 one after the other, evaluates all of
-them with `dms-eval` (every length with every number of chains), evaluates the teacher with cache
-policies that get as many tokens as the retrofitted models hold, and writes `dms-eval report`. Every
+`experiment=lab_teacher_s`, and retrofits it to CR 4, 8, 16 and 32 one after the other. It evaluates
+all of them with `dms-eval`, every length with every number of chains. It evaluates the teacher with
+cache policies at the token budgets of the retrofitted models, and writes `dms-eval report`. Every
 step is a command of this project, in a process of its own; its output goes to FOLDER/logs.
 
 `recall` has a teacher of the same size that learns three tasks of short answers (needles, variables
-and equations), retrofitted to CR 2, 3 and 4 with DMS and with DMC; `python -m research lab-ratios
-FOLDER` prints the table of its methods.
+and equations). It is retrofitted to CR 2, 3 and 4 with DMS and with DMC. `python -m research
+lab-ratios FOLDER` prints the table of its methods.
 
-A finished step leaves a mark in FOLDER/state and is skipped by the next call. When `--seconds` are
-over, the running commands are told to stop, which keeps what they have done, and the exit code is
-3: the same command continues. SIGTERM stops them too, and they end with the lab.
+A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--seconds` the
+running commands are told to stop. They keep their progress, and the exit code is 3; the same
+command continues. SIGTERM stops them too, and they end with the lab.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Lab:
     """Runner of steps within a time limit.
 
     Args:
-        root: Where marks and logs go.
-        jobs: Steps at the same time, on each GPU where there are some.
+        root: Folder of marks and logs.
+        jobs: Number of concurrent steps, on each GPU if there are any.
         gpus: Name of each GPU in `CUDA_VISIBLE_DEVICES`; none on a CPU.
-        seconds: Until running commands are told to stop; None sets no limit.
+        seconds: Time until running commands are told to stop; None sets no limit.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Lab:
             EvaluationError: A command failed, or was finished with other settings.
             SystemExit: `leave` was called.
         """
-        waiting, done = list(steps), set[str]()
+        waiting, finished = list(steps), set[str]()
         running: dict[str, _Running] = {}
         try:
             while waiting or running:
@@ -87,11 +87,11 @@ class Lab:
                     raise SystemExit(128 + self._told)
                 if self._is_over():
                     return False
-                self._start(waiting, done, running)
+                self._start(waiting, finished, running)
                 time.sleep(_POLL)
                 for name in [name for name, each in running.items() if each.ended()]:
                     self._finish(name, running.pop(name))
-                    done.add(name)
+                    finished.add(name)
         finally:
             _stop(running.values())
         return True
@@ -99,19 +99,19 @@ class Lab:
     def leave(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: `run` stops its commands and raises.
 
-        Nothing is raised here: Python ignores what a handler raises while a process is started.
+        Nothing is raised here: Python ignores exceptions of a handler while a process starts.
         """
         self._told = number
 
-    def _start(self, waiting: list[Step], done: set[str], running: dict[str, _Running]) -> None:
-        """Start the first steps that have what they need, as many as run at the same time."""
-        for step in [step for step in waiting if done.issuperset(step.needs)]:
+    def _start(self, waiting: list[Step], finished: set[str], running: dict[str, _Running]) -> None:
+        """Start the first steps whose needs have finished, up to the limit of concurrent steps."""
+        for step in [step for step in waiting if finished.issuperset(step.needs)]:
             if not self._free:
                 return
             waiting.remove(step)
             words = self._missing(step)
             if words is None:
-                done.add(step.name)
+                finished.add(step.name)
                 continue
             gpu = max(self._free, key=self._free.count)  # the GPU with the fewest commands
             self._free.remove(gpu)
@@ -152,9 +152,9 @@ class _Running:
 
     Args:
         words: Arguments of python.
-        log: Where its output goes.
+        log: File of its output.
         gpu: Name of its GPU; None on a CPU.
-        ranks: Processes of it; several see all GPUs.
+        ranks: Number of its processes; several processes see all GPUs.
         threads: CPU threads of torch in each process, unless `OMP_NUM_THREADS` is set.
     """
 
@@ -196,7 +196,7 @@ class _Running:
         self._process.terminate()
 
     def end(self, seconds: float) -> None:
-        """Wait for the command; kill it after so many seconds."""
+        """Wait for the command, and kill it after `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -209,7 +209,7 @@ class _Running:
 
 
 def _stop(running: Iterable[_Running]) -> None:
-    """Ask all commands to save and leave, and end those that do not before a common deadline."""
+    """Ask all commands to save and leave; kill the rest at a common deadline."""
     for each in running:
         each.ask_to_leave()
     deadline = time.monotonic() + _GRACE

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrofit:
-    """One anneal with its hold.
+    """Anneal with its hold.
 
     Attributes:
         cr: Compression ratio at its end.
-        steps_per_cr: Steps for each unit of it.
+        steps_per_cr: Steps for each unit of the compression ratio.
         hold: Steps at the end, in which the learning rate falls to 0.
     """
 
@@ -74,9 +74,9 @@ class Scale:
         tasks: Tasks that the teacher learns unless others are chosen.
         samples: Samples of the teacher's data, of all tasks and the validation split.
         long_samples: The same for the retrofits' data.
-        packing: Whether a document is one example, and samples keep their documents apart.
+        packing: True if a document is one example, and samples keep their documents apart.
             Otherwise a document has the `context` tokens of a sample, from several examples, and
-            most of those of the retrofits begin with a long one.
+            most documents of the retrofits begin with a long example.
         retrofits: One after the other, each from the one before.
         methods: Methods of the retrofits; every method except DMS is the variant of its name.
         long_ratios: Compression ratios of the retrofits that are evaluated at longer contexts.
@@ -123,7 +123,7 @@ class Scale:
     retrofit: tuple[str, ...] = ()
 
 
-# Of 17 searches two have five numbers, with 58 % of the tokens.
+# Two of 17 searches have five numbers, and 58 % of the tokens.
 _SHORT_FIRST = (3,) * 10 + (4,) * 5 + (5,) * 2
 SCALES = {
     "s": Scale(

@@ -22,12 +22,12 @@ _POOL = ("-m", "dms_train.checkpoints_tools.pool_kv_heads")
 _EVALUATE = ("-m", "research", "eval")
 _CARD = ("-m", "research", "lab-card")
 HF = Path("exports") / "final" / "hf"
-_OTHERS = ("--seed", "1")  # than those of the teacher
+_OTHERS = ("--seed", "1")  # other documents than the teacher's
 _LONG = ("--long-share", "0.7", *_OTHERS)
 _HAYSTACKS = ("lab_niah", "lab_variable_tracking")
-_CONTEXTS = (1, 2, 4)  # times that of the teacher
-_VALIDATION = 200  # samples more than a training takes, so that its validation split has some
-# Words that do not change results, at any value.
+_CONTEXTS = (1, 2, 4)  # multiples of the teacher's context
+_VALIDATION = 200  # samples beyond those of the training, for its validation split
+# Options that do not change results, at any value.
 _SAME_RESULTS = (
     *("--workers=", "--config-dir=", "model.max_num_seqs=", "data.micro_batch_size="),
     "parallel.cuda_graph=",
@@ -40,7 +40,7 @@ class Settings:
 
     Attributes:
         scale: Size of the teacher.
-        root: Where everything goes.
+        root: Folder of all files.
         tasks: Names in `TASKS` that the teacher learns and all models are evaluated on.
         seeds: Seeds of the retrofits.
         also: Names in `VARIANTS`, retrofitted with the first seed.
@@ -83,7 +83,7 @@ class Step:
         words: Arguments of python; called when the steps that it needs have finished.
         needs: Names of those steps.
         ranks: Processes, one for each GPU that it takes; 1 shares a GPU with other commands.
-        repeats: Whether every call runs it.
+        repeats: True if every call runs it.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Step:
 def steps(settings: Settings) -> list[Step]:
     """Return all steps; each follows those that it needs.
 
-    Policies are evaluated before the further seeds: a lab that ends early has one of everything.
+    Policies are evaluated before the further seeds, so that a lab that ends early has one of each.
     """
     trained = [step for seed in settings.seeds for step in _seed(settings, seed)]
     teacher, pooled, variants = _teacher(settings), _gqa(settings), _variants(settings)
@@ -174,11 +174,11 @@ def _problems(settings: Settings, task: str, base: str = "problems") -> Path:
 def _blend(settings: Settings, base: str) -> list[str]:
     """Return the overrides that blend the data of all tasks."""
     paths = ",".join(f"{settings.root}/{named(base, task)}/train" for task in settings.tasks)
-    found = [f"data.paths=[{paths}]"]
+    overrides = [f"data.paths=[{paths}]"]
     if len(settings.tasks) > 1:
         weights = ",".join(str(TASKS[task].weight) for task in settings.tasks)
-        found.append(f"data.weights=[{weights}]")
-    return [*found, "data.packing=true"] if settings.scale.packing else found
+        overrides.append(f"data.weights=[{weights}]")
+    return [*overrides, "data.packing=true"] if settings.scale.packing else overrides
 
 
 def _needed(settings: Settings, base: str) -> tuple[str, ...]:
@@ -283,15 +283,15 @@ def _with_longer_samples(settings: Settings, teacher: Path) -> tuple[int, list[s
 
 def _at_each_context(settings: Settings, task: str, trained: list[Step]) -> list[Step]:
     """Return the steps that make problems of each context and evaluate all models."""
-    found: list[Step] = []
+    steps: list[Step] = []
     for context in (times * settings.scale.context for times in _CONTEXTS):
         problems = f"problems_{context}"
         sized = replace(settings, scale=replace(settings.scale, context=context))
-        found.append(_made_problems(sized, task, problems))
+        steps.append(_made_problems(sized, task, problems))
         for step in trained:
             name, model = f"{step.name}_{context}", _exported(settings, step.name)
-            found.append(_evaluate(settings, task, name, model, needs=step.name, problems=problems))
-    return found
+            steps.append(_evaluate(settings, task, name, model, needs=step.name, problems=problems))
+    return steps
 
 
 def _seed(settings: Settings, seed: int) -> list[Step]:
@@ -304,7 +304,7 @@ def _retrofits(settings: Settings, seed: int, method: str = DMS) -> list[Step]:
     variant, prefix = Variant(title="DMS"), ""
     if method != DMS:
         variant, prefix = VARIANTS[method], f"{method}_"
-    found: list[Step] = []
+    steps: list[Step] = []
     before = None
     for retrofit in settings.scale.retrofits:
         folder = settings.run(f"{prefix}cr{retrofit.cr}", seed)
@@ -312,15 +312,15 @@ def _retrofits(settings: Settings, seed: int, method: str = DMS) -> list[Step]:
         if before is not None:
             words = (f"run.load={before}", "stage.run=[retrofit,hold,export]")
             words += ("stage.export.every_integer_cr=false",)
-        needs = (found[-1].name,) if found else ("teacher", *_needed(settings, "data_long"))
-        found.append(_retrofit(settings, variant, retrofit, folder, needs, *words))
+        needs = (steps[-1].name,) if steps else ("teacher", *_needed(settings, "data_long"))
+        steps.append(_retrofit(settings, variant, retrofit, folder, needs, *words))
         before = folder
-    return found
+    return steps
 
 
 def _variants(settings: Settings) -> list[Step]:
     """Return the retrofits of `--also`, with the first seed."""
-    found, first = [], settings.scale.retrofits[0]
+    steps, first = [], settings.scale.retrofits[0]
     for name in settings.also:
         variant = VARIANTS[name]
         retrofit = Retrofit(
@@ -333,10 +333,10 @@ def _variants(settings: Settings) -> list[Step]:
         if variant.shorter > 1:
             base, own = f"data_{name}", _with_shorter_samples(settings, variant)
         needs = (variant.model, *_needed(settings, base))
-        found.append(
+        steps.append(
             _retrofit(own, variant, retrofit, folder, needs, *variant.overrides, data=base)
         )
-    return found
+    return steps
 
 
 def _shorter_data(settings: Settings) -> list[Step]:
@@ -401,12 +401,12 @@ def _evaluation(settings: Settings, task: str, trained: Step, *more: str) -> Ste
 
 def _of_the_teacher(settings: Settings, task: str, teacher: Step) -> list[Step]:
     """Evaluate all budgets; for searches, which are sampled, also one greedy chain."""
-    found = [_evaluation(settings, task, teacher)]
+    steps = [_evaluation(settings, task, teacher)]
     if TASKS[task].searches:
         more = ("sampling.temperature=0", "sweep.widths=[1]")
         model = _exported(settings, teacher.name)
-        found.append(_evaluate(settings, task, GREEDY, model, *more, needs=teacher.name))
-    return found
+        steps.append(_evaluate(settings, task, GREEDY, model, *more, needs=teacher.name))
+    return steps
 
 
 def _exported(settings: Settings, step: str) -> Path:
@@ -416,7 +416,7 @@ def _exported(settings: Settings, step: str) -> Path:
 
 
 def _compared(scale: Scale) -> tuple[str, str]:
-    """Return the smaller evaluation of policies and variants, most of which lack kernels."""
+    """Return the smaller evaluation for policies and variants; most of them lack kernels."""
     return "sweep.widths=[1]", f"task.limit={min(scale.compared_problems, scale.problems)}"
 
 
@@ -459,7 +459,7 @@ def _results(settings: Settings, task: str, name: str) -> Path:
 
 def _policies(settings: Settings, task: str) -> list[Step]:
     """Evaluate the teacher with policies that have the token budget of the retrofitted model."""
-    scale, found = settings.scale, []
+    scale, steps = settings.scale, []
     for cr in scale.budget_ratios:
         needs = named(f"evaluate_seed{settings.seeds[0]}_cr{cr}", task)
         for policy in scale.policies:
@@ -473,8 +473,8 @@ def _policies(settings: Settings, task: str) -> list[Step]:
                 return _evaluate(settings, task, name, teacher, *more, needs="teacher").words()
 
             step = named(f"evaluate_{name}", task)
-            found.append(Step(name=step, words=words, needs=(needs,)))
-    return found
+            steps.append(Step(name=step, words=words, needs=(needs,)))
+    return steps
 
 
 def _options(scale: Scale, task: str, policy: str, budget: int) -> list[str]:
@@ -488,7 +488,7 @@ def check_policies(scale: Scale) -> None:
     """Refuse policies that take no budget.
 
     Raises:
-        InferenceError: With the policy and its options.
+        InferenceError: A policy takes no budget; the message names it and its options.
     """
     for policy in scale.policies:
         options = _options(scale, "countdown", policy, budget=scale.context)
@@ -506,10 +506,10 @@ def _report(settings: Settings) -> list[str]:
     """Return the report of the teacher, policies, DMS and DMC with the first seed."""
     root, first = settings.root, f"seed{settings.seeds[0]}_"
     others = ["gqa", GREEDY, *(f"{first}{name}_cr" for name in VARIANTS if name != "dmc")]
-    found = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
+    evaluated = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     runs = [
         path
-        for path in found
+        for path in evaluated
         if path.name.startswith(first) or not path.name.startswith("seed")
         if not path.name.startswith(tuple(others))
     ]
@@ -518,11 +518,11 @@ def _report(settings: Settings) -> list[str]:
 
 
 def lines(root: Path) -> list[str]:
-    """Return one line for every budget that was measured in a folder of a lab."""
+    """Return one line for every measured budget in a folder of a lab."""
     folders = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     return [f"{path.name:40} {point}" for path in folders for point in load([path]).points()]
 
 
 def as_text(words: list[str]) -> str:
-    """Return a command as the marks store it: without words that do not change its results."""
+    """Return a command as the marks store it: without options that do not change its results."""
     return json.dumps([word for word in words if not word.startswith(_SAME_RESULTS)])

@@ -15,8 +15,8 @@ from research.data.lab_variable_tracking import LabVariableTracking
 from research.data.token_documents import TokenTask
 from research.lab.scales import Scale
 
-_DRAWN = 4_000  # documents whose mean length is measured
-_SPARE = 1.1  # times as many, because that mean is off by up to 7 % (three standard errors)
+_DRAWN = 4_000  # number of documents for the measured mean length
+_SPARE = 1.1  # spare factor, because that mean is off by up to 7 % (three standard errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +27,15 @@ class LabTask:
         command: Name of the `python -m research data` command; `NAME-problems` makes its problems.
         draws: Source of the command's documents.
         weight: Weight of its samples in a mixture.
-        searches: Whether a chain is a long search, evaluated at every length and width of the
+        searches: True if a chain is a long search, evaluated at every length and width of the
             scale; otherwise it is a short answer, generated once.
-        long: Whether some documents fill half the context, so that samples of the retrofits can
+        long: True if some documents fill half the context, so that samples of the retrofits can
             begin with them.
         documents: Options of the command.
         options: Options of both commands.
         learned: Further options for the teacher's documents.
-        problems: Options of the second command alone.
-        sinks: Tokens that `streaming_llm` keeps.
+        problems: Options of only the second command.
+        sinks: Number of first tokens that `streaming_llm` keeps.
     """
 
     command: str
@@ -61,7 +61,7 @@ def _mean_positions(task: TokenTask) -> float:
     return sum(len(task.draw(rng).tokens) - 1 for _ in range(_DRAWN)) / _DRAWN
 
 
-_ANSWERS = ("--loss-on", "answer")  # what is hidden at random cannot be predicted before
+_ANSWERS = ("--loss-on", "answer")  # randomly hidden words cannot be predicted earlier
 
 
 def _context(scale: Scale) -> list[str]:

@@ -3,9 +3,9 @@
     python -m research lab-wall-clock outputs/lab/s --models teacher,cr4,cr8 --cache-mb 128
 
 takes the models of a finished lab: the teacher and exports of the first seed. Each gets a cache of
-so many bytes, in which as many chains run as fit, and answers the same problems at each budget:
-tokens of a chain in units of 1,024, and chains of a problem. The median time of the repetitions is
-printed beside the accuracy over all of them, and written into the folder of the device.
+this size, in which as many chains run as fit. It answers the same problems at each budget: tokens
+of a chain in units of 1,024, and chains of a problem. The median time of the repetitions and the
+accuracy over all of them are printed and written into the folder of the device.
 
     python -m research lab-wall-clock --table wall_clock.json --figure wall_clock.svg
 
@@ -70,8 +70,8 @@ def measure(checked: CheckedRun, args: argparse.Namespace) -> dict[str, Any]:
         temperature=_temperature(checked), max_tokens=_WARM_UP_TOKENS, ignore_eos=True
     )
     llm.generate(checked.prompts, warm_up)
-    found = [_budget(llm, checked, *budget, repeats=args.repeats) for budget in args.budgets]
-    return {"cr": checked.cr, "budgets": found}
+    budgets = [_budget(llm, checked, *budget, repeats=args.repeats) for budget in args.budgets]
+    return {"cr": checked.cr, "budgets": budgets}
 
 
 def checked_problems(
@@ -93,10 +93,10 @@ def checked_problems(
 
 
 def _temperature(checked: CheckedRun) -> float:
-    """Return the task's temperature, which `check` has put into the options."""
-    found = checked.options.sampling.temperature
-    assert found is not None
-    return found
+    """Return the task's temperature; `check` has put it into the options."""
+    temperature = checked.options.sampling.temperature
+    assert temperature is not None
+    return temperature
 
 
 def _budget(
@@ -179,14 +179,14 @@ def drawn(record: dict[str, Any]) -> Any:
 
 def lines(name: str, model: dict[str, Any]) -> list[str]:
     """Return Markdown with a line for each budget of a model."""
-    found = []
+    rows = []
     for budget in model["budgets"]:
         spread = f"{budget['seconds_least']:.2f} to {budget['seconds_most']:.2f}"
-        found.append(
+        rows.append(
             f"| {name} | {budget['length']:g}-{budget['width']} | {budget['accuracy']:.3f} "
             f"| {budget['seconds']:.2f} ({spread}) | {budget['tokens_s']:,} |"
         )
-    return found
+    return rows
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -207,8 +207,8 @@ def _run(args: argparse.Namespace) -> int:
         "models": {},
     }
     print(_HEAD)
-    for name, found in checked.items():
-        record["models"][name] = measure(found, args)
+    for name, checked_run in checked.items():
+        record["models"][name] = measure(checked_run, args)
         print("\n".join(lines(name, record["models"][name])), flush=True)
     folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,12 +244,12 @@ def _name(text: str) -> str:
 def _budget_of(text: str) -> tuple[float, int]:
     length, _, width = text.partition("-")
     try:
-        found = float(length), count(width)
+        budget = float(length), count(width)
     except (ValueError, argparse.ArgumentTypeError):
-        found = 0.0, 1
-    if not 0 < found[0] < math.inf:
+        budget = 0.0, 1
+    if not 0 < budget[0] < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: give LENGTH-WIDTH, such as 2-4")
-    return found
+    return budget
 
 
 def main(arguments: list[str] | None = None) -> int:

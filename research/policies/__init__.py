@@ -1,6 +1,6 @@
 """Cache policies at every ratio on exam sheets and stories: `python -m research policies`.
 
-`cases` names what is measured, `exam` and `stories` measure it, `table` writes the tables.
+`cases` lists the cases, `exam` and `stories` measure them, and `table` writes the tables.
 """
 
 from benchmarks.records import Table

@@ -1,8 +1,8 @@
 """Cases of the comparison: every policy without training at every ratio, and exports.
 
-Windows and intervals are smaller than the defaults, which are made for prompts of thousands of
-tokens. Policies that evict only when a prompt ends have the ratio of the prompt; the others that of
-prompt and generated text.
+Windows and intervals are smaller than the defaults, which fit prompts of thousands of tokens. For
+policies that evict only at the end of a prompt, the ratio is that of the prompt. For others it
+covers prompt and generated text.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Case:
 
     Attributes:
         method: Name of the policy.
-        cr: Compression ratio that it is given, or that the export was trained for.
+        cr: Compression ratio of the policy, or of the export's training.
         model: Directory of an export; None for the dense model.
-        options: Options of the policy, besides its ratio.
+        options: Options of the policy except its ratio.
     """
 
     method: str
@@ -67,14 +67,14 @@ def cases(ratios: list[float], exports: list[Path]) -> list[Case]:
     Raises:
         EvaluationError: A model is dense.
     """
-    found = [Case(method=DENSE, cr=1)]
+    all_cases = [Case(method=DENSE, cr=1)]
     for name in policy_names():
         if name not in (AUTO, DENSE) and not policy_kind(name).trained:
             own = OPTIONS.get(name, {})
-            found += [Case(method=name, cr=ratio, options=own) for ratio in ratios]
+            all_cases += [Case(method=name, cr=ratio, options=own) for ratio in ratios]
     for path in exports:
         spec = read_spec(path)
         if spec is None:
             raise EvaluationError(f"{path}: a dense model; give exports of a trained method")
-        found.append(Case(method=spec.kind, cr=read_target_cr(path), model=path))
-    return found
+        all_cases.append(Case(method=spec.kind, cr=read_target_cr(path), model=path))
+    return all_cases

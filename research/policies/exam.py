@@ -15,7 +15,7 @@ from dms_train.evaluation.tasks.base import Document
 from dms_train.inference.llm import LLM
 from research.policies.cases import Case
 
-_END = "\n\n"  # of a sheet
+_END = "\n\n"  # end of a sheet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ExamTask:
         model: The dense model.
         sheets: Number of sheets.
         problems: Problems on a sheet.
-        max_tokens: Most tokens of an answer.
+        max_tokens: Largest number of tokens of an answer.
         seed: Seed of the sheets.
     """
 
@@ -44,7 +44,7 @@ class ExamTask:
 
     def measure(self, case: Case) -> Mapping[str, Any]:
         """Measure accuracy with its interval, and means over the sheets."""
-        found = held_out_problems(self.sheets, self.problems, self.seed)
+        problems = held_out_problems(self.sheets, self.problems, self.seed)
         sheets = [
             Document(
                 id=str(number),
@@ -52,7 +52,7 @@ class ExamTask:
                 gold=tuple(map(str, sheet.answers)),
                 details={"stop": _END},
             )
-            for number, sheet in enumerate(found)
+            for number, sheet in enumerate(problems)
         ]
         total = max(len(s.question) for s in sheets) + self.max_tokens  # a character is a token
         llm = LLM(

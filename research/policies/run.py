@@ -7,11 +7,11 @@ r"""Compare all cache policies at every compression ratio, on exam sheets and on
     python -m research policies --exam-export outputs/dm?[234]/hf \
         --stories-model stories260k-hf --stories stories.jsonl --page docs/methods.md
 
-Sheets are answered greedily by the embedded teacher; the stories are given to a model that wrote
-them. What is measured goes to `--results` row by row, and the same command continues there; a row
-whose time was disturbed is measured again once its line is removed. At the end the tables are
-printed, and written into `--page`. Times are those of the processor, which other work on the
-machine moves less than the clock's; run it on an idle machine all the same.
+The embedded teacher answers sheets greedily, and stories are given to the model that wrote them.
+Every measured row goes to `--results`, and the same command continues there. Remove the line of a
+row whose time was disturbed to measure it again. At the end the tables are printed, and written
+into `--page`. Times are CPU times, because other work on the machine affects them less than wall
+time; run it on an idle machine all the same.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Task(Protocol):
 
 
 def _key(task: Task, case: Case) -> dict[str, Any]:
-    """Return the fields of a row without its result, which tell rows of other settings apart."""
+    """Return the fields of a row without its result; they distinguish rows of other settings."""
     return {
         "task": task.name,
         "method": case.method,
@@ -64,7 +64,7 @@ def _key(task: Task, case: Case) -> dict[str, Any]:
 
 def measure(plan: list[tuple[Task, Case]], file: Path) -> list[Row]:
     """Measure the cases without a row in `file`; return all rows in the order of the plan."""
-    rows, found, measured = _rows(file), list[Row](), origin()
+    rows, measured_rows, measured = _rows(file), list[Row](), origin()
     with progress_bar(len(plan)) as advance, file.open("a", encoding="utf-8") as output:
         for task, case in plan:
             advance(0, f"{task.name}: {case.method} CR {case.cr:g}")
@@ -74,9 +74,9 @@ def measure(plan: list[tuple[Task, Case]], file: Path) -> list[Row]:
                 row = key | {"result": task.measure(case)} | measured
                 output.write(json.dumps(row) + "\n")
                 output.flush()
-            found.append(row)
+            measured_rows.append(row)
             advance(1, "")
-    return found
+    return measured_rows
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -105,16 +105,16 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, Case]]:
 
 def _cases(args: argparse.Namespace, exports: list[Path]) -> list[Case]:
     """Return the cases of `--methods`, and the dense model."""
-    found = cases(args.cr, exports)
-    return [c for c in found if not args.methods or c.method in {DENSE, *args.methods}]
+    every_case = cases(args.cr, exports)
+    return [c for c in every_case if not args.methods or c.method in {DENSE, *args.methods}]
 
 
 def _run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    found = tables(measure(_plan(args), args.results))
-    print(titled(found))
+    by_task = tables(measure(_plan(args), args.results))
+    print(titled(by_task))
     if args.page is not None:
-        write_page(args.page, found)
+        write_page(args.page, by_task)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""Stories: how far the next-token distributions of a model move on a given text.
+"""Stories: divergence of a model's next-token distributions on a given text.
 
-The first tokens of a story are a prompt. Those after it enter the cache one at a time, as
-generated tokens do, but are those of the story, so that all policies are asked about the same
-positions.
+The first tokens of a story are a prompt. The later tokens of the story enter the cache one at a
+time, like generated tokens. All policies are therefore asked about the same positions.
+
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Walk(NamedTuple):
     Attributes:
         logits: float [texts, tokens after the prompt, vocab].
         reads: Slots attended by a query after the prompt, mean over lists and texts.
-        peak_tokens: Most tokens held, mean over lists and texts.
-        bytes: Most bytes taken, for each text.
+        peak_tokens: Largest number of tokens held, mean over lists and texts.
+        bytes: Peak bytes for each text.
         seconds: Processor time, prompts included.
     """
 
@@ -60,7 +60,7 @@ class StoriesTask:
         stories: Number of long enough stories, from the end of the file: a model that was trained
             on the first ones has not seen them.
         prompt: Tokens of a prompt.
-        tokens: Tokens of a story, prompt included; the rest of it is left out.
+        tokens: Number of tokens of a story, including the prompt; the rest is left out.
     """
 
     model: Path
@@ -77,16 +77,16 @@ class StoriesTask:
 
     def measure(self, case: Case) -> Mapping[str, Any]:
         """Measure KL(dense || case) in nats per token with its interval, and means over stories."""
-        found = _walk(self, case)
+        walk = _walk(self, case)
         dense = _dense_logits(self)
-        kl = kl_teacher_student(found.logits.double(), dense.double())
+        kl = kl_teacher_student(walk.logits.double(), dense.double())
         estimate = ratio(kl.sum(1).tolist(), [float(kl.shape[1])] * len(kl))
         return {
             "quality": [estimate.value, estimate.low, estimate.high],
-            "reads": found.reads,
-            "peak_tokens": found.peak_tokens,
-            "bytes": found.bytes,
-            "ms": 1e3 * found.seconds / (kl.shape[0] * kl.shape[1]),
+            "reads": walk.reads,
+            "peak_tokens": walk.peak_tokens,
+            "bytes": walk.bytes,
+            "ms": 1e3 * walk.seconds / (kl.shape[0] * kl.shape[1]),
             "tokens": float(kl.shape[1]),
         }
 
@@ -125,17 +125,17 @@ def _walk(task: StoriesTask, case: Case) -> _Walk:
     rows = torch.arange(len(texts))
     for row in rows.tolist():
         cache.assign(row, request)
-    since, done = time.process_time(), 0
+    since, num_read = time.process_time(), 0
     logits, reads, peak = [], [], 0.0
-    while done < task.tokens:
-        inside = max(1, task.prompt - done)
-        count = min(policy.max_tokens(request, done) or inside, inside)
-        last, read = _pass(model, cache, texts, slice(done, done + count))
-        done += count
+    while num_read < task.tokens:
+        inside = max(1, task.prompt - num_read)
+        count = min(policy.max_tokens(request, num_read) or inside, inside)
+        last, read = _pass(model, cache, texts, slice(num_read, num_read + count))
+        num_read += count
         peak = max(peak, cache.live(rows).double().mean().item())
-        if done >= task.prompt:
+        if num_read >= task.prompt:
             logits.append(last)
-        if done > task.prompt:
+        if num_read > task.prompt:
             reads.append(read)
     seconds = time.process_time() - since
     return _Walk(

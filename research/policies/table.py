@@ -34,29 +34,29 @@ def _table(task: str, rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        found = row["result"]
-        value, low, high = found["quality"]
+        result = row["result"]
+        value, low, high = result["quality"]
         lines.append(
             f"| `{row['method']}` | {row['cr']:g} | {value:.3f} [{low:.3f}, {high:.3f}] "
-            f"| {found['reads']:.0f} | {found['peak_tokens']:.0f} | {found['bytes'] / 1024:.0f} "
-            f"| {found['ms'] / dense['ms']:.1f} |"
+            f"| {result['reads']:.0f} | {result['peak_tokens']:.0f} | {result['bytes'] / 1024:.0f} "
+            f"| {result['ms'] / dense['ms']:.1f} |"
         )
     return "\n".join(lines)
 
 
-def titled(found: Mapping[str, str]) -> str:
+def titled(tables: Mapping[str, str]) -> str:
     """Return all tables with their titles."""
-    return "\n\n".join(f"{_TITLES[task][0]}\n\n{table}" for task, table in found.items())
+    return "\n\n".join(f"{_TITLES[task][0]}\n\n{table}" for task, table in tables.items())
 
 
-def write_page(page: Path, found: Mapping[str, str]) -> None:
+def write_page(page: Path, tables: Mapping[str, str]) -> None:
     """Replace the text between the markers of each task.
 
     Raises:
         EvaluationError: The page has no such markers.
     """
     text = page.read_text(encoding="utf-8")
-    for task, table in found.items():
+    for task, table in tables.items():
         begin, end = _BEGIN.format(task), _END.format(task)
         head, *rest = re.split(f"{re.escape(begin)}.*?{re.escape(end)}", text, flags=re.DOTALL)
         if len(rest) != 1:

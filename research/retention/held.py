@@ -27,9 +27,9 @@ class EndedSequence:
     """Finished sequence.
 
     Attributes:
-        tokens: Those whose keys and values were computed: the prompt, and all generated tokens but
-            the last one.
-        held: bool [l, h, t], what the cache holds of them.
+        tokens: Tokens whose keys and values were computed: the prompt, and all generated tokens
+            except the last one.
+        held: bool [l, h, t], True for tokens that the cache holds.
     """
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class TypedSequence:
     Attributes:
         words: Word and type of each token.
         held: See `EndedSequence`.
-        left: bool [t], tokens that have left the window, so that a head may have evicted them.
+        left: bool [t], True for tokens that have left the window, so that a head may evict them.
     """
 
     words: list[TypedWord]
@@ -57,8 +57,8 @@ def decode(
     """Continue prompts.
 
     Args:
-        llm: Whose cache keeps positions.
-        prompts: Texts.
+        llm: Engine whose cache keeps positions.
+        prompts: Texts of the prompts.
         params: Sampling parameters of each prompt.
 
     Returns:
@@ -106,8 +106,8 @@ class TypeCount:
 
     Attributes:
         tokens: Number of tokens.
-        held: float64 [l, h], how many of them each KV head holds.
-        somewhere: Tokens that any KV head holds.
+        held: float64 [l, h], number of these tokens that each KV head holds.
+        somewhere: Number of tokens that at least one KV head holds.
         mean: Share held, mean over KV heads, with an interval over the sequences; None without a
             token.
     """
@@ -129,7 +129,7 @@ def count(
     """Count the tokens of each type at the ends of the sequences.
 
     Args:
-        sequences: At least one.
+        sequences: At least one sequence.
         types: Types of their grammar.
         left: Count only tokens that have left the window.
     """

@@ -1,4 +1,4 @@
-"""Pictures of what a cache keeps."""
+"""Pictures of the tokens that a cache keeps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from research.retention.held import Curve, TypeCount, TypedSequence
 
 Head = tuple[int, int]  # layer and KV head
 
-# of words that are evicted, in the window, and held after it
+# Colours of words that are evicted, in the window, and held after it.
 _CELLS, _TEXT = ("#ffffff", "#cfe2f7", "#2f7ed8"), ("#aaaaaa", "black", "white")
-_COLUMN, _ROW = 0.3, 0.16  # inches of a word
-_WIDEST = 16  # words of a row
+_COLUMN, _ROW = 0.3, 0.16  # width and height of a word in inches
+_WIDEST = 16  # largest number of words in a row
 
 
 def draw_curve(curve: Curve, path: Path) -> None:
@@ -36,8 +36,8 @@ def draw_types(counts: dict[str, TypeCount], path: Path) -> None:
     """Draw the held share of each type that occurs, with a row for each KV head."""
     from matplotlib.figure import Figure
 
-    counts = {name: found for name, found in counts.items() if found.tokens}
-    shares = torch.stack([found.shares for found in counts.values()], -1)  # [l, h, k]
+    counts = {name: type_count for name, type_count in counts.items() if type_count.tokens}
+    shares = torch.stack([type_count.shares for type_count in counts.values()], -1)  # [l, h, k]
     layers, heads, types = shares.shape
     figure = Figure(figsize=(2.5 + 0.55 * types, 2.2 + 0.24 * layers * heads), layout="constrained")
     axes = figure.add_subplot()
@@ -64,8 +64,8 @@ def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    places = _places(sequence)
-    rows, columns = (max(values) + 1 for values in zip(*places, strict=True))
+    word_cells = _word_cells(sequence)
+    rows, columns = (max(values) + 1 for values in zip(*word_cells, strict=True))
     size = (len(heads) * columns * _COLUMN + 0.4, rows * _ROW + 0.7)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle("dark: held, light: in the window, no colour: evicted", size=8)
@@ -75,21 +75,21 @@ def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
         axes.set(xticks=[], yticks=[])
         state = sequence.held[layer, head].int() * (1 + sequence.left.int())
         cells = torch.zeros(rows, columns, dtype=torch.int32)
-        for place, word, kind in zip(places, sequence.words, state.tolist(), strict=True):
-            cells[place] = kind
-            row, column = place
+        for cell, word, kind in zip(word_cells, sequence.words, state.tolist(), strict=True):
+            cells[cell] = kind
+            row, column = cell
             axes.text(column, row, word.word, color=_TEXT[kind], size=6, ha="center", va="center")
         axes.imshow(cells.numpy(), aspect="auto", cmap=ListedColormap(_CELLS), vmin=0, vmax=2)
     figure.savefig(path, dpi=110)
 
 
-def _places(sequence: TypedSequence) -> list[tuple[int, int]]:
+def _word_cells(sequence: TypedSequence) -> list[tuple[int, int]]:
     """Return row and column of every word."""
-    found: list[tuple[int, int]] = []
+    cells: list[tuple[int, int]] = []
     row, column = 0, -1
     for word in sequence.words:
         column += 1
-        if found and (word.begins or column == _WIDEST):
+        if cells and (word.begins or column == _WIDEST):
             row, column = row + 1, 0
-        found.append((row, column))
-    return found
+        cells.append((row, column))
+    return cells

@@ -1,16 +1,16 @@
-"""Show what an export keeps: cr_factor by position, and tokens by KV head and by type.
+"""Show the tokens that an export keeps: cr_factor by position, tokens by KV head and by type.
 
     python -m research retention EXPORT PROBLEMS.jsonl [--output outputs/retention]
     python -m research retention EXPORT PROBLEMS.jsonl --task countdown --max-tokens 2048
 
 The export continues the prompts of a problems file through the compact cache. After every pass the
-engine reports what each sequence's cache holds; a sequence that has seen t tokens has the ratio
-t / mean live slots there. When a sequence ends, the cache states the positions that each KV head
+engine reports the live slots of each sequence. After t tokens, the ratio of a sequence is
+t / mean live slots. When a sequence ends, the cache states the positions that each KV head
 holds (paper Figure 6).
 
-For a task whose words have types (`research/retention/grammars`) it is counted which of them are
-held at the end, of all tokens and of those that have left the window: `kept_by_type.png` has a row
-for each KV head, `kept_in_trace.png` the words of a sequence with those that some heads hold.
+For a task whose words have types (`research/retention/grammars`), the command counts held tokens
+of each type at the end, among all tokens and among those that have left the window.
+`kept_by_type.png` has a row for each KV head; `kept_in_trace.png` shows the words that heads hold.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _by_type(args: argparse.Namespace, llm: LLM, ended: list[EndedSequence]) -> 
     grammar = GRAMMARS[args.task]
     sequences = [typed(llm, each, grammar) for each in ended]
     everywhere, left = (count(sequences, grammar.types, left=each) for each in (False, True))
-    if not any(found.tokens for found in left.values()):
+    if not any(type_count.tokens for type_count in left.values()):
         raise EvaluationError(
             f"--max-tokens {args.max_tokens}: no token has left the window; generate more"
         )
@@ -128,7 +128,7 @@ def _spread(ended: list[EndedSequence]) -> list[Head]:
     """Return the heads that hold the most tokens, a median number and the fewest."""
     held = torch.stack([each.held.sum(-1) for each in ended]).sum(0)
     order = held.flatten().argsort(descending=True).tolist()
-    chosen = dict.fromkeys(order[place] for place in (0, len(order) // 2, -1))
+    chosen = dict.fromkeys(order[index] for index in (0, len(order) // 2, -1))
     return [divmod(number, held.shape[1]) for number in chosen]
 
 

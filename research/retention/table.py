@@ -15,29 +15,29 @@ def table(everywhere: Counts, left: Counts) -> list[str]:
 
     Args:
         everywhere: Counts of all tokens.
-        left: Counts of those that have left the window; `held` is the share of these.
+        left: Counts of the tokens that have left the window; `held` is the share of these.
     """
-    slots = sum(float(found.held.sum()) for found in everywhere.values())
+    slots = sum(float(type_count.held.sum()) for type_count in everywhere.values())
     heads = ("type", "tokens", "of cache", "left window", "held", "95 %", "by head", "by any")
     rows = [heads]
-    for name, found in everywhere.items():
-        if found.tokens:
-            of_cache = _percent(float(found.held.sum()) / slots)
-            rows.append((name, f"{found.tokens:,}", of_cache, *_held(left[name])))
+    for name, type_count in everywhere.items():
+        if type_count.tokens:
+            of_cache = _percent(float(type_count.held.sum()) / slots)
+            rows.append((name, f"{type_count.tokens:,}", of_cache, *_held(left[name])))
     return [f"{row[0]:26}" + "".join(f"{cell:>15}" for cell in row[1:]) for row in rows]
 
 
-def _held(found: TypeCount) -> tuple[str, str, str, str, str]:
+def _held(type_count: TypeCount) -> tuple[str, str, str, str, str]:
     """Return number, mean share, its interval, the range over heads, and the share of any head."""
-    if found.mean is None:
+    if type_count.mean is None:
         return "0", "", "", "", ""
-    low, high = (_percent(float(share)) for share in found.shares.aminmax())
+    low, high = (_percent(float(share)) for share in type_count.shares.aminmax())
     return (
-        f"{found.tokens:,}",
-        _percent(found.mean.value),
-        f"[{_percent(found.mean.low)}, {_percent(found.mean.high)}]",
+        f"{type_count.tokens:,}",
+        _percent(type_count.mean.value),
+        f"[{_percent(type_count.mean.low)}, {_percent(type_count.mean.high)}]",
         f"{low} to {high}",
-        _percent(found.somewhere / found.tokens),
+        _percent(type_count.somewhere / type_count.tokens),
     )
 
 
@@ -49,10 +49,12 @@ def stored(counts: Counts) -> dict[str, Any]:
     """Return plain values for a JSON file; shares are None without a token."""
     return {
         name: {
-            "tokens": found.tokens,
-            "held": found.shares.tolist() if found.tokens else None,
-            "held_mean": None if found.mean is None else asdict(found.mean),
-            "held_by_any_head": found.somewhere / found.tokens if found.tokens else None,
+            "tokens": type_count.tokens,
+            "held": type_count.shares.tolist() if type_count.tokens else None,
+            "held_mean": None if type_count.mean is None else asdict(type_count.mean),
+            "held_by_any_head": type_count.somewhere / type_count.tokens
+            if type_count.tokens
+            else None,
         }
-        for name, found in counts.items()
+        for name, type_count in counts.items()
     }

@@ -8,8 +8,8 @@ from dms_train.evaluation.answers import Verdict
 from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
-LARGEST = 100  # of results
-_DIGITS = len(str(LARGEST))  # of a number of a move; int() refuses texts of thousands of digits
+LARGEST = 100  # largest result
+_DIGITS = len(str(LARGEST))  # most digits of a number; int() refuses texts of thousands of digits
 
 
 class CountdownScorer(Scorer):
@@ -26,8 +26,8 @@ class CountdownScorer(Scorer):
 
 
 def _score(numbers: Sequence[int], target: int, text: str) -> Score:
-    _, found, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
-    if not found:
+    _, marker, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
+    if not marker:
         return Score(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
     right = solves(numbers, target, answer)
     verdict = Verdict.CORRECT if right else Verdict.WRONG

@@ -1,4 +1,4 @@
-"""Judge the words after the last `ANS`, compared as they are."""
+"""Judge the words after the last `ANS` by literal comparison."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class WordsScorer(Scorer):
 
 
 def _score(gold: tuple[str, ...], text: str) -> Score:
-    _, found, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
-    if not found:
+    _, marker, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
+    if not marker:
         none = (None,) * len(gold)
         wrong = (False,) * len(gold)
         return Score(answers=none, correct=wrong, verdict=Verdict.NO_ANSWER.value)

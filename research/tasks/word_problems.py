@@ -11,7 +11,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 
 class WordProblems(Task):
-    """Task whose prompt is given as it is; the answer follows the last `ANS`."""
+    """Task whose file holds the whole prompt; the answer follows the last `ANS`."""
 
     scorer = "words"
     fixtures = FIXTURES

@@ -19,7 +19,7 @@ from research.data.words import WORDS, decoded
 from research.retention import run as retention
 from research.retention.grammars import GRAMMARS
 from research.retention.held import TypedSequence, count, decode, typed
-from research.retention.pictures import _places
+from research.retention.pictures import _word_cells
 from tests.research.lab_model import write_lab_model
 from tests.unit.inference import conftest as inference
 
@@ -86,7 +86,7 @@ def test_a_picture_begins_a_row_with_every_line() -> None:
     expected = [
         (row, column) for row, (_, labels) in enumerate(FOUR) for column in range(len(labels))
     ]
-    assert _places(sequence) == expected
+    assert _word_cells(sequence) == expected
 
 
 @pytest.mark.parametrize("numbers", [4, 5])

@@ -15,7 +15,7 @@ class Field(NamedTuple):
 
     Attributes:
         types: Type of a word, by the regular expression that the whole word matches.
-        repeats: Whether the field takes any number of words, also none.
+        repeats: True if the field takes any number of words, also none.
     """
 
     types: dict[str, str]
@@ -23,8 +23,8 @@ class Field(NamedTuple):
 
     def type_of(self, word: str) -> str | None:
         """Return the type of a word; None if the field does not take it."""
-        found = (name for pattern, name in self.types.items() if re.fullmatch(pattern, word))
-        return next(found, None)
+        names = (name for pattern, name in self.types.items() if re.fullmatch(pattern, word))
+        return next(names, None)
 
 
 class Line(NamedTuple):
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
     Attributes:
         fields: Fields in their order.
-        continues: Whether a picture puts it into the row of the previous line.
+        continues: True if a picture puts the line into the row of the previous line.
     """
 
     fields: tuple[Field, ...]
@@ -43,9 +43,9 @@ class TypedWord(NamedTuple):
     """Word of a text with its type.
 
     Attributes:
-        word: Itself.
+        word: The word.
         type: One of `Grammar.types`.
-        begins: Whether a picture starts a row with it.
+        begins: True if a picture starts a row with the word.
     """
 
     word: str
@@ -58,7 +58,7 @@ class Grammar:
     """Lines of a task.
 
     Attributes:
-        lines: In any order; the first one that a word begins is taken.
+        lines: Lines in any order; the first line that a word can begin is taken.
     """
 
     lines: tuple[Line, ...]
@@ -77,7 +77,7 @@ class Grammar:
         A line may be cut off anywhere. A word that neither continues its line nor begins another
         one is `OTHER`, like all words after it up to the next line.
         """
-        found: list[TypedWord] = []
+        typed: list[TypedWord] = []
         rest: tuple[Field, ...] = ()
         for word in words:
             begins, read = False, _read(word, rest)
@@ -87,8 +87,8 @@ class Grammar:
                     begins, read = not line.continues, (read[0], line.fields[1:])
                     break
             name, rest = read or (OTHER, ())
-            found.append(TypedWord(word, name, begins))
-        return found
+            typed.append(TypedWord(word, name, begins))
+        return typed
 
 
 def _read(word: str, fields: tuple[Field, ...]) -> tuple[str, tuple[Field, ...]] | None:
