@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf import durable
-from dms_train.hf.gguf_model import GgufModel
+from dms_train.hf.gguf_model import GgufModel, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.typed import typed
 
@@ -128,6 +128,12 @@ def _cache_folder(path: Path) -> Path:
     key = f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}"
     short = hashlib.sha256(key.encode()).hexdigest()[:12]
     return Path(HF_ASSETS_CACHE) / "dms-train" / "gguf" / f"{path.stem}-{short}"
+
+
+@typed
+def local_directory(path: str | Path) -> Path:
+    """Return a path unchanged, or the converted directory if it is a GGUF file."""
+    return cached_gguf(Path(path).expanduser()) if is_gguf(path) else Path(path)
 
 
 @typed

@@ -216,6 +216,11 @@ class GgufModel:
         counts = Counter(tensor.tensor_type.name for tensor in self._reader.tensors)
         return dict(counts.most_common())
 
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the model, without a second copy of a tied embedding."""
+        return sum(math.prod(shape) for shape in expected_shapes(self.architecture).values())
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, float32 tensor) in file order.
 
