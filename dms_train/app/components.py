@@ -50,9 +50,7 @@ def trainer_components(
     eval_batches = (
         [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
     )
-    provenance = run_provenance(
-        prepared.architecture, config.model.path, prepared.start.model_dir
-    )
+    provenance = run_provenance(prepared.architecture, config.model.path, prepared.start.model_dir)
     exporter = ModelExporter(
         engine=engine,
         options=config.stage.export,

@@ -37,8 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dms-inspect",
         description="Print what a folder is: a Hugging Face model (dense or retrofitted), a "
-        "Megatron checkpoint, a run or one export of a run; or a GGUF file. For an export, format, compression "
-        "ratio and constants of the method. Reads metadata only, no weights.",
+        "Megatron checkpoint, a run or one export of a run; or a GGUF file. For an export, also "
+        "format, compression ratio and constants of the method. Reads metadata only, no weights.",
         epilog="Exit status: 0, or 2 if the folder is damaged or unknown.",
     )
     parser.add_argument("path", type=Path, help="model, checkpoint or run folder, or a GGUF file")

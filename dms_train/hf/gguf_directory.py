@@ -61,7 +61,7 @@ def convert_gguf(
                 writer.add(tensor_name, tensor.to(getattr(torch, name)))
         record = {
             "file": path.name,
-            "sha256": _sha256(path),
+            "sha256": file_sha256(path),
             "tensor_types": model.tensor_types,
             "dtype": name,
         }
@@ -73,7 +73,9 @@ def convert_gguf(
     return describe_types(record)
 
 
-def _sha256(path: Path) -> str:
+@typed
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

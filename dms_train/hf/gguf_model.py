@@ -244,7 +244,9 @@ class GgufModel:
                 )
             tensor = torch.from_numpy(self._in_hf_order(name, values))
             if not is_finite(tensor):
-                raise HFError(f"{self.path}: {stored} holds NaN or infinite numbers; use another file")
+                raise HFError(
+                    f"{self.path}: {stored} holds NaN or infinite numbers; use another file"
+                )
             yield name, tensor
 
     def _sources(self) -> dict[str, str]:
