@@ -57,13 +57,13 @@ class BaseModel:
         name: Hub id or name of its folder; None for a model trained from scratch.
         hub_id: Its id on the hub, if the run named the model by its id.
         front_matter: Inherited keys of the model's own card.
-        quantised: Types of the tensors of the GGUF file that it comes from; None for other models.
+        converted: Phrase that states the conversion of a GGUF file; None for other models.
     """
 
     name: str | None = None
     hub_id: str | None = None
     front_matter: dict[str, Any] = field(default_factory=dict)
-    quantised: str | None = None
+    converted: str | None = None
 
     @property
     def license(self) -> str:
@@ -92,7 +92,7 @@ def read_base(model: str | None) -> BaseModel:
         name=model if is_id else Path(model).name,
         hub_id=model if is_id else None,
         front_matter={key: front[key] for key in _INHERITED if _is_stated(front.get(key))},
-        quantised=None if record is None else describe_types(record),
+        converted=None if record is None else describe_types(record),
     )
 
 
@@ -141,7 +141,7 @@ def render(
         ("base model", base.name or "none: trained from scratch"),
         ("licence of the base model", base.license if base.name else "none"),
         ("family", architecture.family),
-        *([] if base.quantised is None else [("weights of the base model", base.quantised)]),
+        *([] if base.converted is None else [("weights of the base model", base.converted)]),
     ]
     title = Path(base.name).name if base.name else f"A {architecture.family} model"
     sections = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---"]
