@@ -18,8 +18,7 @@ import yaml
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
-from dms_train.hf.gguf_directory import describe_types, read_gguf_record
-from dms_train.hf.gguf_model import is_gguf
+from dms_train.hf.gguf_directory import describe_types, is_gguf, read_gguf_record
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 from dms_train.tables import markdown_table
@@ -87,7 +86,7 @@ def read_base(model: str | None) -> BaseModel:
         directory = resolve(model)
         front, record = _front_matter(directory / CARD_FILE), read_gguf_record(directory)
     except FileNotFoundError:
-        pass  # a licence that nobody states is unknown
+        pass  # the licence stays unknown
     return BaseModel(
         name=model if is_id else Path(model).name,
         hub_id=model if is_id else None,
