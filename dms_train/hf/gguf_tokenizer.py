@@ -186,7 +186,7 @@ class GgufTokenizer:
         )
         if splitting.nfc:
             tokenizer.normalizer = normalizers.NFC()
-        steps = []
+        steps: list[Any] = []
         if splitting.digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         if splitting.pattern is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -15,17 +16,21 @@ pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize, quant_shape_to_byte_shape
 
+from dms_train.app.conversion import _tokenizer_dir
+from dms_train.app.exporter import run_provenance
 from dms_train.app.inspection import describe
 from dms_train.app.model import read_architecture as read_options
+from dms_train.app.start_point import find_start
 from dms_train.checkpoints_tools.hf_to_megatron import main as import_main
+from dms_train.data_prep.prepare import main as data_main
 from dms_train.export.card import CARD_FILE, read_base
 from dms_train.hf import gguf_directory
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.hf.errors import HFError
-from dms_train.hf.gguf_directory import cached_gguf, convert_gguf
+from dms_train.hf.gguf_directory import cached_gguf, convert_gguf, file_sha256
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.options import ModelOptions
-from tests.support import gguf_files
+from tests.support import configs, gguf_files
 
 FAMILIES = ("llama", "qwen2")
 
@@ -286,3 +291,31 @@ def test_special_tokens_and_ends_are_written(tmp_path):
     assert config["chat_template"] == gguf_files.TEMPLATE
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
     assert read_config(tmp_path / "out")["rms_norm_eps"] == 1e-5
+
+
+def test_without_the_package_one_line_says_what_to_install(tmp_path, capsys, monkeypatch):
+    path = gguf_files.model_file(tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr("sys.argv", ["dms-import"])
+    assert import_main([str(path), str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err
+    assert line == 'dms-import needs gguf: pip install "dms-train[gguf]"\n'
+
+
+def test_training_starts_from_a_file_and_its_exports_say_so(tmp_path):
+    path = gguf_files.model_file(tmp_path / "m.gguf")
+    start = find_start(configs.config(model__path=str(path)))
+    assert start.model_dir == start.tokenizer_dir == resolve(path)
+    assert start.architecture == gguf_files.architecture()
+    origin = run_provenance(start.architecture, str(path), start.model_dir)
+    assert origin["gguf"]["tensor_types"] == {"F32": 20}
+    assert _tokenizer_dir(None, str(path)) == resolve(path)
+
+
+def test_the_hash_of_training_data_fits_the_model(tmp_path):
+    path = gguf_files.model_file(tmp_path / "m.gguf")
+    (tmp_path / "text.txt").write_text(gguf_files.TEXT)
+    words = ["tokenize", "--tokenizer", str(path), "--output", str(tmp_path / "data")]
+    assert data_main([*words, "--append-eod", str(tmp_path / "text.txt")]) == 0
+    manifest = read_json(tmp_path / "data.manifest.json")
+    assert manifest["tokenizer_sha256"] == file_sha256(resolve(path) / "tokenizer.json")
