@@ -30,8 +30,9 @@ class _Recorder(DenseCache):
     def __init__(self, model: LoadedModel) -> None:
         a, device = model.architecture, model.decoder.norm.weight.device
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
-        sizes = {"layers": a.num_layers, "rows": 1, "heads": a.num_query_groups}
-        super().__init__(KeepAllPolicy(), like=like, **sizes)
+        super().__init__(
+            KeepAllPolicy(), layers=a.num_layers, rows=1, heads=a.num_query_groups, like=like
+        )
         shape = a.num_layers, a.num_attention_heads, a.kv_channels
         self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
         self.norm = self.mean[..., : a.kv_channels // 2].clone()
