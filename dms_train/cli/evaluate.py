@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
-from dms_train.cli.harness import evaluate_tasks
+from dms_train.cli.harness import evaluate_tasks, write_benchmarks
 from dms_train.evaluation.tasks.registry import all_tasks
 
 _EPILOG = """\
 other words:
   dms-eval tasks                lists the tasks and where their documents come from
   dms-eval harness MODEL        runs tasks of lm-evaluation-harness on the engine
+  dms-eval data                 writes the documents of public benchmarks as JSON lines
   dms-eval report RUNS          writes tables and figures of runs of one original model
 
 budgets:
@@ -56,8 +57,9 @@ def _main(words: list[str]) -> None:
     if words[:1] == ["report"]:
         _report(words[1:])
         return
-    if words[:1] == ["harness"]:
-        evaluate_tasks(words[1:])
+    commands = {"harness": evaluate_tasks, "data": write_benchmarks}
+    if words and words[0] in commands:
+        commands[words[0]](words[1:])
         return
     parser = _parser("dms-eval")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
