@@ -92,7 +92,7 @@ def test_a_run_killed_anywhere_repeats_steps_and_changes_none(
     assert first.of("interrupted")
     again = run(cut, BRANCHED, restored(cut, newest(cut)), save_interval=interval)
     assert trained(again) == trained(whole)[-len(trained(again)) :] or not trained(again)
-    assert {e for e in first.of("export") + again.of("export")} == set(whole.of("export"))
+    assert set(first.of("export") + again.of("export")) == set(whole.of("export"))
     assert set(trained(first) + trained(again)) == set(trained(whole))
 
 
@@ -133,9 +133,7 @@ def test_metrics_have_one_row_for_each_branch_and_steps_that_never_fall(tmp_path
             "add hold to stage.run",
         ),
         (
-            only(
-                *OPTIONS.run[1:], hold=replace(OPTIONS.hold, branch_ratios=(1, 2))
-            ),
+            only(*OPTIONS.run[1:], hold=replace(OPTIONS.hold, branch_ratios=(1, 2))),
             "stage.hold.branch_ratios=[1, 2]: use ratios from 2",
         ),
     ],
