@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dms_train.export.card import CARD_FILE, POOLED_FROM, read_base, render
+from dms_train.export.card import CARD_FILE, read_base, render
 from dms_train.export.code_files import shipped_code, transformers_keys
 from dms_train.export.tokenizer import NO_TOKENIZER, copy_tokenizer, has_tokenizer
 from dms_train.hf import durable
@@ -102,8 +102,7 @@ class _Described:
         write_json(directory / MARKER_FILE, {"export_format": kind, "provenance": record})
         write_json(directory / "config.json", self.config(source))
         base = read_base(self.provenance.get("model"))
-        pooled_from = self.provenance.get(POOLED_FROM)
-        card = render(self.architecture, base, self.compressed, pooled_from, code.keys())
+        card = render(self.architecture, base, self.compressed, self.provenance, code.keys())
         if not has_tokenizer(directory):
             card += "\nThis folder has no tokenizer: the model takes and returns token ids only.\n"
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
