@@ -100,7 +100,7 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
     sampled = made["sampled"]
     assert sampled[sampled.index("generate") + 1 :][:3] == ["gsm8k.jsonl", "--column", "question"]
     assert sampled[sampled.index("--model") + 1] == "model"
-    assert ["a.txt", "b.txt"] == made["text"][3:5]
+    assert made["text"][3:5] == ["a.txt", "b.txt"]
     data = compose(made["train"][2:]).data
     assert data.paths == (f"{tmp_path}/data/sampled", f"{tmp_path}/data/text")
     assert data.weights == (0.5, 0.5)
