@@ -267,13 +267,14 @@ def _loading(files: Collection[str], layout: ExportFormat | None) -> str:
 
 
 @typed
-def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
+def add_evaluation(directory: Path, numbers: Mapping[str, float], further: str = "") -> None:
     """Replace the evaluation section of an export's card; nothing if there is no such section.
 
     Args:
         directory: The export.
         numbers: Flat metrics of an evaluation, as `metrics.json` has them; those that end in
             `.low` and `.high` are 95% bootstrap intervals.
+        further: Text after the table, such as results of benchmarks.
     """
     card = directory / CARD_FILE
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
@@ -282,7 +283,7 @@ def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
     if not begin or not end:
         return
     rows = [(label, _number(name, numbers)) for name, label in _MEASURED.items() if name in numbers]
-    table = markdown_table(_NO_TITLES, rows)
+    table = "\n\n".join(filter(None, (markdown_table(_NO_TITLES, rows), further)))
     partial = card.with_name(f".{card.name}.partial")
     partial.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
     os.replace(partial, card)
