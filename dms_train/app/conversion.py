@@ -10,6 +10,7 @@ import torch
 
 from dms_train.app.exporter import ModelExporter, check_format, run_provenance
 from dms_train.app.start_point import described_model
+from dms_train.export.card import TRAINING_DATA
 from dms_train.export.writer import check_replaceable
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
@@ -126,7 +127,11 @@ def export_checkpoint(
             tokens=_random_tokens(engine, selftest_tokens),
             source_dir=tokenizer,
             params_dtype=dtype,
-            provenance={key: state[key] for key in ("model", "versions", "gguf") if key in state},
+            provenance={
+                key: state[key]
+                for key in ("model", "versions", "gguf", TRAINING_DATA)
+                if key in state
+            },
         )
         exporter.write_hf(out, state)
 

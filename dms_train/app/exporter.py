@@ -23,7 +23,7 @@ from dms_train.method.accounting import cr_factor
 from dms_train.method.base import MethodSpec
 from dms_train.method.plan import StepPlan
 from dms_train.observe.log import logger
-from dms_train.training.options import ExportOptions
+from dms_train.training.options import ExportOptions, StageOptions
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INFERENCE_PLAN = StepPlan(channel_scale=0.0, eviction="hard")
@@ -65,13 +65,14 @@ def check_format(
     formats.check_export(export_format(options, spec), model)
 
 
-def check_folder(exports: Path, options: ExportOptions, target_cr: float) -> None:
+def check_folder(exports: Path, stage: StageOptions, target_cr: float) -> None:
     """Refuse to replace a folder that is not an export of this project, before anything is written.
 
     Raises:
         FileExistsError: A folder that a run will write holds something else.
     """
-    ratios = range(1, int(target_cr) + 1) if options.every_integer_cr else ()
+    every = range(1, int(target_cr) + 1) if stage.export.every_integer_cr else ()
+    ratios = {*every, *(stage.hold.branch_ratios or ())}
     for name in ("final", *(f"cr{ratio}" for ratio in ratios)):
         check_replaceable(exports / name / "hf")
         checkpoint_state.check_replaceable(exports / name / "megatron")

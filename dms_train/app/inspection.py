@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dms_train.export.writer import MARKER_FILE
 from dms_train.hf.directory import WeightReader, read_architecture
 from dms_train.hf.formats import Stated, read_stated
+from dms_train.hf.formats.registry import MARKER_FILE
 from dms_train.hf.gguf_directory import is_gguf, read_gguf_record
 from dms_train.hf.gguf_model import GgufModel
 from dms_train.hf.json_files import read_json

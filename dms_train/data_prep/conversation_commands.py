@@ -12,6 +12,7 @@ from typing import Any
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import Manifest
 from dms_train.data_prep import chat_rows, openr1
+from dms_train.data_prep.arguments import add_terms, terms_of
 from dms_train.data_prep.conversation_files import (
     Choice,
     ConversationJob,
@@ -89,6 +90,7 @@ def row_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="PREFIX")
+    add_terms(parser)
     add(
         "--loss-on",
         choices=[choice.value for choice in LossOn],
@@ -198,6 +200,7 @@ def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "chat": chat,
         "evaluation_sets": tuple(args.evaluation_set),
         "shard": args.shard,
+        "terms": terms_of(args),
         "workers": args.workers,
         "overwrite": args.overwrite,
     }

@@ -20,6 +20,7 @@ from torch import Tensor
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
+from dms_train.hf.formats.registry import require_known_format
 from dms_train.hf.gguf_directory import cached_gguf, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.side_files import refuse_side_files
@@ -91,6 +92,7 @@ def resolve(
 @typed
 def read_architecture(directory: str | Path) -> Architecture:
     """Read the architecture in `config.json`; HFError naming the directory if not supported."""
+    require_known_format(Path(directory))
     try:
         return from_hf_config(read_config(directory))
     except HFError as error:
