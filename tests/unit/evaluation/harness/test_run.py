@@ -130,6 +130,12 @@ def test_a_model_is_printed_beside_its_original(workspace, capsys):
     assert both["model"]["dms"]["kv"]["cr_factor"] > 2
     for key in ("settings", "definitions", "versions"):
         assert both["original"]["dms"][key] == both["model"]["dms"][key]
+    asked = [
+        [(line["doc_id"], line["arguments"]) for line in map(json.loads, path.open())]
+        for part in ("", "original")
+        for path in [workspace / "pair" / part / f"samples_{CHOOSE}.jsonl"]
+    ]
+    assert asked[0] == asked[1], "the same questions with the same examples"
     compared = json.loads((workspace / "pair" / "comparison.json").read_text())
     by_metric = {(row["task"], row["metric"]): row for row in compared}
     for name in ("model", "original"):
