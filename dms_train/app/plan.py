@@ -128,7 +128,17 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
         yield f"      step channel  decision  CR target  {config.method.verb}"
         yield from (_row(stage, first_step, index) for index in _spread(stage.steps))
+        yield from _branches(stage)
         first_step += stage.steps
+
+
+def _branches(stage: Stage) -> Iterator[str]:
+    """Describe the branches that the annealing takes."""
+    for step in range(1, stage.steps):
+        ratio = stage.integer_passed(step)
+        if ratio in stage.branches:
+            steps = stage.branches[ratio].steps
+            yield f"      branch at CR {ratio}: {steps} steps, then the export cr{ratio}"
 
 
 def _action(config: RunConfig, action: Action) -> str:

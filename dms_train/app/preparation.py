@@ -151,7 +151,7 @@ def _check_export(
         return
     options = config.stage.export
     target_cr = max(start.state.target_cr, config.stage.retrofit.target_cr)
-    check_folder(Path(config.run.dir) / "exports", options, target_cr)
+    check_folder(Path(config.run.dir) / "exports", config.stage, target_cr)
     trained = [stage for stage in stages if isinstance(stage, Stage)]
     borrows = any(stage.requires_eviction or stage.enables_eviction for stage in trained)
     compresses = borrows or start.state.eviction_enabled

@@ -157,7 +157,8 @@ def _announce_kernels(config: RunConfig) -> None:
     layers.choose(config.parallel.layers, device)
     if config.parallel.cuda_graph == "always":
         graph.require_gpu(device)
-    name = dispatch.choose_train_attention(config.kernels, device)
+    decays = config.method.decays
+    name = dispatch.choose_train_attention(config.kernels, device, decays=decays)
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 
 

@@ -111,3 +111,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--length", type=_counts, default=[8192], metavar="N,N", help="tokens of a sequence (8192)")
     add("--cr", type=_ratios, default=[1.0, 4.0, 8.0], metavar="X,X", help="ratios (1,4,8)")
     return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

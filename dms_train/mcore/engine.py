@@ -76,7 +76,9 @@ class McoreEngine:
         self.spec = method.spec
         self.view = view
         self._options = options
-        backend = dispatch.choose_train_attention(options.kernels, view.device)
+        backend = dispatch.choose_train_attention(
+            options.kernels, view.device, decays=self.spec.decays
+        )
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = dispatch.train_attention(backend)
         self._layer_backend = layers.choose(options.parallel.layers, view.device)
@@ -191,7 +193,10 @@ class McoreEngine:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         with self._stream():
-            return self._run(plan, batches, forward_only=False)
+            device_totals = self._run(plan, batches, forward_only=False)
+        if self._method.options.trains_channels_only:
+            self._zero_base_gradients()
+        return device_totals
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
         """Return loss and gradient norm of a batch, finite or not; nothing is updated."""
@@ -308,7 +313,7 @@ class McoreEngine:
         groups = self.architecture.num_query_groups // self.view.tp_size
         return mapping.eviction_channel_rows(self.architecture, layer, groups)
 
-    def _projections(self) -> Iterator[Tensor]:
+    def _projections(self) -> Iterator[Any]:
         """Yield the weight and bias of every q, k, v projection of this rank."""
         for model in self._models:
             for layer in model.decoder.layers:
@@ -317,6 +322,15 @@ class McoreEngine:
                     # Transformer Engine has an empty tensor where there is no bias
                     if parameter is not None and parameter.numel():
                         yield parameter
+
+    def _zero_base_gradients(self) -> None:
+        """Zero the reduced gradients of all weights except the rows of the eviction channels."""
+        rows = self._channel_rows(self.spec.channel)
+        channels = [(parameter, parameter.main_grad[rows]) for parameter in self._projections()]
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        for parameter, gradient in channels:
+            parameter.main_grad[rows] = gradient
 
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""

@@ -85,6 +85,8 @@ class MethodSpec:
     """Constants that decide what a trained model computes; a student continues with the same."""
     replaces_values: ClassVar[bool] = False
     """Whether attention reads other values than the projection's."""
+    decays: ClassVar[bool] = False
+    """Whether `log_keep` is multiplied by the distance from a key to the query, without window."""
 
     def __post_init__(self) -> None:
         self.require_valid()
@@ -161,6 +163,8 @@ class MethodOptions(MethodSpec):
 
     spec_class: ClassVar[type[MethodSpec]]
     """Class of the specification."""
+    trains_channels_only: ClassVar[bool] = False
+    """Whether only the eviction channels are trained, on a base model that stays as it is."""
 
     def __post_init__(self) -> None:
         pass

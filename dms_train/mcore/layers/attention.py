@@ -150,7 +150,8 @@ class CoreAttention(MegatronModule):
             if log_keep is not None:
                 log_keep = log_keep.transpose(0, 1).flatten(1)[None]
         q, k, v = heads
-        out = self.method.attend(q, k, v, log_keep, self.method.spec.window, self.scale, cu_seqlens)
+        window = None if self.method.spec.decays else self.method.spec.window
+        out = self.method.attend(q, k, v, log_keep, window, self.scale, cu_seqlens)
         s, b, n, d = query.shape
         return out.view(b, s, n, d).transpose(0, 1).reshape(s, b, -1)
 
