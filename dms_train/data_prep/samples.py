@@ -15,8 +15,8 @@ from dms_train.evaluation.answers import Attempt
 class Outcome(StrEnum):
     """Outcome of a trace or a row, from the first check to the last.
 
-    A row takes the last outcome of its traces in the order below. The names from
-    `crashed` to `wrong` are those of `evaluation.answers.Verdict`.
+    A row takes the outcome of the trace that passed the most checks. The names from `crashed` to
+    `wrong` are those of `evaluation.answers.Verdict`.
     """
 
     OPEN = "open"
