@@ -95,6 +95,14 @@ def trainer_components(
     )
 
 
+def _provenance(prepared: Prepared) -> dict[str, Any]:
+    config = prepared.config
+    return {
+        **run_provenance(prepared.architecture, config.model.path),
+        TRAINING_DATA: training_data.describe(config.data, prepared.start),
+    }
+
+
 def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidator:
     return ModelValidator(
         folder=prepared.folder,

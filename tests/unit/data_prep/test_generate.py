@@ -259,6 +259,7 @@ def test_a_killed_call_goes_on_and_gives_the_same_files(
 ) -> None:
     file = write_rows([{"prompt": f"Therefore, {number}"} for number in range(40)])
     words = [file, "--model", model, "--continuations", "2", "--max-num-seqs", "4"]
+    words += ["--only-finished", "--source", "here"]
     assert generate(*words, name="whole") == 0
     given = ["generate", *words, "--output", str(tmp_path / "out"), "--max-new-tokens", str(NEW)]
     process = subprocess.Popen(
