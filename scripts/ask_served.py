@@ -63,9 +63,7 @@ def main() -> None:
     kv = answer["kv"]
     print(f"user: {args.question}")
     print(f"model: {answer['choices'][0]['message']['content'].strip()}")
-    print(
-        f"cache: {kv['tokens']} tokens seen, {kv['live_tokens']:.1f} held by a KV head on average"
-    )
+    print(f"cache: {kv['tokens']} tokens seen, {kv['live_tokens']:.1f} held by a KV head on average")
 
 
 if __name__ == "__main__":

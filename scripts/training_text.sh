@@ -33,8 +33,8 @@ generate "$INSTRUCTIONS" --chat --continuations 4 \
 generate "$BOOKS" --beginning 32-512 --loss-on all "${BOOKS_TERMS[@]}" \
   --output "$OUT/continued"
 if [[ ! -e $OUT/books.manifest.json ]]; then
-  dms-data tokenize "$BOOKS" --append-eod --tokenizer "$MODEL" "${BOOKS_TERMS[@]}" \
-    --output "$OUT/books"
+  dms-data tokenize "$BOOKS" --passages 8192 --append-eod --tokenizer "$MODEL" \
+    "${BOOKS_TERMS[@]}" --output "$OUT/books"
 fi
 if [[ ! -e $OUT/train.manifest.json ]]; then
   dms-data mix "$OUT/gsm8k=${WEIGHT[0]}" "$OUT/instructions=${WEIGHT[1]}" \

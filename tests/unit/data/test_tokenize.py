@@ -351,3 +351,13 @@ def test_a_file_of_another_encoding_in_a_folder_is_named(
     assert tokenize(tmp_path / "books", exam_tokenizer) == 2
     assert f"{tmp_path / 'books' / 'old.md'}:1: not UTF-8" in capsys.readouterr().err
     assert not left(tmp_path)
+
+
+def test_passages_hold_whole_lines_and_the_whole_text(tmp_path: Path, exam_tokenizer: str) -> None:
+    lines = ["", "", *("two and one" for _ in range(8)), "", "", "three", "", ""]
+    source = write(tmp_path, "book.md", "\n".join(lines) + "\n")
+    assert tokenize(source, exam_tokenizer, "--passages", "30") == 0
+    found = [text.split() for text in documents(source, exam_tokenizer)]
+    assert " ".join(" ".join(words) for words in found) == " ".join(" ".join(lines).split())
+    # blank lines at the beginning of the first document count as its characters
+    assert [len(words) for words in found] == [9, 9, 7]
