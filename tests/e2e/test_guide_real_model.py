@@ -84,3 +84,5 @@ def test_the_run_of_the_guide_leaves_what_the_guide_names(outputs):
     assert {path.name for path in (run / "exports").iterdir()} >= {"cr2", "cr3", "final"}
     spec = json.loads((run / "exports" / "final" / "hf" / "config.json").read_text())["dms"]["spec"]
     assert (spec["preset"], spec["window"]) == ("dms", 8)
+    card = (run / "exports" / "final" / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "| 1 | allenai/c4 | ODC-BY | - | 100.0% |" in card
