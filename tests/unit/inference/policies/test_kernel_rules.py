@@ -49,7 +49,7 @@ OWN = {
     "triattention": {"budget": 5, "interval": 3, "statistics": tiny_statistics()},
     "quest": {"budget": 4, "page": 4},
 }
-WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco"}
+WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco", "trim_kv"}
 
 
 def empty_subclass(policy: CachePolicy) -> CachePolicy:
