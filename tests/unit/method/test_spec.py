@@ -55,6 +55,17 @@ TRIM_KV = {
     "budget": 512,
     "capacity_weight": 1.0,
 }
+KVZAP = {
+    "kind": "kvzap",
+    "channel": 0,
+    "alpha_scale": 10.0,
+    "alpha_offset": 5.0,
+    "window": 128,
+    "clear_after_rope": False,
+    "alpha_in_loss": "soft",
+    "tau": 1.0,
+    "aux_form": "mean",
+}
 TABLE: dict[str, dict[str, Any]] = {
     "dms": {
         "channel": 0,
@@ -83,6 +94,7 @@ TABLE: dict[str, dict[str, Any]] = {
 def test_presets_are_exactly_the_table() -> None:
     expected = {name: {"preset": name, **COMMON, **values} for name, values in TABLE.items()}
     expected |= {name: {"preset": name, **DMC, **values} for name, values in DMC_TABLE.items()}
+    expected["kvzap"] = {"preset": "kvzap", **KVZAP}
     expected["trim_kv"] = {"preset": "trim_kv", **TRIM_KV}
     assert {name: dataclasses.asdict(options) for name, options in PRESETS.items()} == expected
 
@@ -106,7 +118,9 @@ def test_a_spec_without_a_method_is_of_dms_and_an_unknown_method_is_refused() ->
     values = PRESETS["dms"].to_dict()
     del values["kind"]
     assert spec_from_dict(values) == PRESETS["dms"].spec
-    with pytest.raises(ValueError, match=r"method\.kind=dma: choose one of dmc, dms, trim_kv"):
+    with pytest.raises(
+        ValueError, match=r"method\.kind=dma: choose one of dmc, dms, kvzap, trim_kv"
+    ):
         spec_from_dict({**values, "kind": "dma"})
 
 

@@ -36,6 +36,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 OWN = {
     "dmc": {},
     "dms": {},
+    "kvzap": {},
     "keep_all": {},
     "window": {"window": 4},
     "h2o": {"budget": 5},
