@@ -1,9 +1,9 @@
-"""Reader of `.txt` and `.jsonl` files that yields one document at a time, in order."""
+"""Reader of text and `.jsonl` files that yields one document at a time, in order."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from dms_train.hf.text_files import decode_text
 
 Message = dict[str, str]
 
+TEXT_TYPES = (".txt", ".md", ".rst", ".tex")
+DOCUMENT_TYPES = (*TEXT_TYPES, ".jsonl")
 WHOLE_FILE, BLANK_LINE, EVERY_LINE = "whole file", "blank line", "every line"
 
 
@@ -22,7 +24,7 @@ class InputRule:
     """Rule that divides input files into documents.
 
     Attributes:
-        text_split: End of a document in a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or
+        text_split: End of a document in a text file: `WHOLE_FILE`, `BLANK_LINE` or
             `EVERY_LINE`.
         text_key: Field of a `.jsonl` row with the text.
         messages_key: Field of a `.jsonl` row with a conversation, used in place of `text_key`.
@@ -55,12 +57,59 @@ def read_documents(path: Path, rule: InputRule) -> Iterator[Document]:
     """
     if path.suffix == ".jsonl":
         yield from _json_lines(path, rule)
-    elif path.suffix == ".txt":
+    elif path.suffix in TEXT_TYPES:
         for document in _text(path, rule.text_split):
             if str(document.content).strip():
                 yield document
     else:
-        raise DataError(f"{path}: unknown file type; give .txt or .jsonl files")
+        raise DataError(f"{path}: unknown file type; give {', '.join(DOCUMENT_TYPES)} files")
+
+
+def files_below(inputs: Iterable[Path], types: tuple[str, ...]) -> list[Path]:
+    """Return the inputs, each folder replaced by its files of some types, sorted by path.
+
+    Files and folders with a name that begins with a dot are left out.
+
+    Raises:
+        DataError: A folder has no such file.
+    """
+    files: list[Path] = []
+    for path in inputs:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inner = sorted(file for file in path.rglob("*") if _is_input(file, path, types))
+        if not inner:
+            raise DataError(f"{path}: no {', '.join(types)} file in this folder")
+        files += inner
+    return files
+
+
+def _is_input(file: Path, folder: Path, types: tuple[str, ...]) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.suffix in types and not hidden and file.is_file()
+
+
+def read_passages(path: Path, size: int) -> Iterator[str]:
+    """Yield a text file in passages of whole lines; blank ones are left out.
+
+    Args:
+        path: The file.
+        size: Fewest characters of a passage; the last one may be shorter.
+
+    Raises:
+        DataError: A line is not UTF-8.
+    """
+    passage = ""
+    for line in _lines(path):
+        passage += str(line.content)
+        if not passage.strip():
+            passage = ""  # a passage does not begin with blank lines
+        elif len(passage) >= size:
+            yield passage
+            passage = ""
+    if passage:
+        yield passage
 
 
 def _lines(path: Path) -> Iterator[Document]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import hub_model, launch
 from tests.support.commands import write_commands
+from tests.support.served_model import TEMPLATE
 
 GUIDE = launch.ROOT / "docs" / "guides" / "real_model.md"
 # What needs the network, or would change the environment of the tests.
@@ -42,7 +43,9 @@ def guide_commands() -> list[str]:
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The folder after all commands have run, and what each of them printed."""
     folder = tmp_path_factory.mktemp("guide")
-    hub_model.write_model(folder / "models" / "qwen3-0.6b")
+    model = folder / "models" / "qwen3-0.6b"
+    hub_model.write_model(model)
+    (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     hub_model.write_text(folder / "data" / "en" / "c4-train.00000-of-01024.json.gz")
     commands = write_commands(folder / "bin", launch.fork_server())
     path = os.pathsep.join([str(commands), os.environ["PATH"]])

@@ -13,9 +13,9 @@ One forward pass of a layer calls, in this order:
 1. `on_store`: stored and arriving tokens get their state; arriving ones are identified by position.
 2. Unscored policies and a single token: `evict_mask` and `merge`, then the kept tokens and the
    arriving one are stored; `select` may restrict what is read; attention.
-   Otherwise: attention over stored and arriving tokens. `evict_mask` masks them at every query;
-   scored policies see all of them and then call `observe`. `evict_mask` at the newest token and
-   `merge` follow. Then the kept tokens are stored.
+   Otherwise: attention over stored and arriving tokens. `evict_mask` masks them at every query. A
+   scored policy masks none, and `observe` follows instead. Then `evict_mask` at the newest token
+   and `merge`, and the kept tokens are stored.
 
 After the last layer of a pass that ends prompts, `balance` may set the policy's tensors of all
 layers; `evict_mask` and `merge` are then asked once more for each layer of these sequences, with
@@ -79,6 +79,8 @@ class Sequences(NamedTuple):
             ones. Only for policies with `recent_queries`.
         frequency: [d / 2], radians by which RoPE turns a pair of channels for each position; None
             if the cache was built without it.
+        held: [b], on the host: tokens in each KV list of a sequence after which `evicts_after` is
+            true, 0 for other sequences. None if the cache does not know them without waiting.
     """
 
     layers: int
@@ -90,6 +92,7 @@ class Sequences(NamedTuple):
     lists: dict[str, Tensor]
     query: Tensor | None = None
     frequency: Tensor | None = None
+    held: list[int] | None = None
 
     @property
     def ends_prompt(self) -> Tensor:

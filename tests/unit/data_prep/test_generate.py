@@ -163,7 +163,7 @@ def test_a_continuation_is_the_one_that_its_seed_gives_alone(
         for index, output in enumerate(alone):
             assert found[2 * number + index][0] == prompt + output.token_ids
             named = {"stop": "finished", "length": "cut"}[str(output.finish_reason)]
-            expected = {"end": named, "tokens": len(output.token_ids)}
+            expected = {"end": named, "tokens": len(output.token_ids), "outcome": "kept"}
             assert record["continuations"][index] == expected
             ends.append(named)
         assert found[2 * number] != found[2 * number + 1]
