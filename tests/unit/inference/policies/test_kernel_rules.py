@@ -36,6 +36,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 OWN = {
     "dmc": {},
     "dms": {},
+    "kvzap": {},
     "keep_all": {},
     "window": {"window": 4},
     "h2o": {"budget": 5},
@@ -49,7 +50,7 @@ OWN = {
     "triattention": {"budget": 5, "interval": 3, "statistics": tiny_statistics()},
     "quest": {"budget": 4, "page": 4},
 }
-WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco"}
+WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco", "trim_kv"}
 
 
 def empty_subclass(policy: CachePolicy) -> CachePolicy:
