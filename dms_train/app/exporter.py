@@ -15,6 +15,7 @@ from dms_train.export.writer import check_replaceable, write_export
 from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import dtype_name
+from dms_train.hf.gguf_directory import read_gguf_record
 from dms_train.hf.selftest import SelfTest
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.engine import McoreEngine
@@ -166,12 +167,22 @@ def _provenance(state: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     return {**{key: state[key] for key in kept if key in state}, **run}
 
 
-def run_provenance(architecture: Architecture, model: str | None) -> dict[str, Any]:
-    """Return what every checkpoint and export of a run records about its origin."""
+def run_provenance(
+    architecture: Architecture, model: str | None, directory: Path | None
+) -> dict[str, Any]:
+    """Return what every checkpoint and export of a run records about its origin.
+
+    Args:
+        architecture: Of the base model.
+        model: The base model, as the user named it.
+        directory: Its directory.
+    """
+    converted = None if directory is None else read_gguf_record(directory)
     return {
         "architecture": asdict(architecture),
         "model": model,
         "versions": {name: _version(name) for name in ("dms-train", "megatron-core", "torch")},
+        **({} if converted is None else {"gguf": converted}),
     }
 
 

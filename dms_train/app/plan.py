@@ -11,6 +11,7 @@ from dms_train.config.build import ConfigError
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.limits import AUTO
 from dms_train.method.schedule import evicted_fraction
 from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
@@ -70,13 +71,20 @@ def ranked(
     return layout_table(config, architecture, world_size, count)
 
 
-def loaded_ratio(config: RunConfig) -> float:
-    """Return the compression ratio of the student that `run.load` names; 1 without one."""
-    if config.run.load is None:
-        return 1.0
-    from dms_train.app.start_point import find_start, with_student  # needs torch
+def with_student(config: RunConfig) -> tuple[RunConfig, float]:
+    """Read the student that `run.load` names.
 
-    return with_student(find_start(config), Path(config.run.load)).state.loaded_cr
+    Returns:
+        The configuration with the student's channel in place of `auto`, and the student's
+        compression ratio; 1 without a student.
+    """
+    if config.run.load is None:
+        return config, 1.0
+    from dms_train.app import start_point  # needs torch
+
+    start = start_point.with_student(start_point.find_start(config), Path(config.run.load))
+    method = start_point.with_known_channel(config.method, start.spec)
+    return replace(config, method=method), start.state.loaded_cr
 
 
 def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[str]:
@@ -104,6 +112,11 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
     )
     values = asdict(config.method)
     preset = values.pop("preset")
+    if config.method.channel == AUTO:
+        random = config.model.path is None and config.run.load is None
+        values["channel"] = (
+            config.method.spec.channel if random else f"{AUTO} (ranked at the start)"
+        )
     yield f"method  {preset}: {', '.join(f'{name} {str(v).lower()}' for name, v in values.items())}"
 
 
