@@ -51,9 +51,10 @@ def trainer_components(
     eval_batches = (
         [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
     )
+    start = prepared.start
     provenance = {
-        **run_provenance(prepared.architecture, config.model.path),
-        TRAINING_DATA: training_data.describe(config.data, prepared.start),
+        **run_provenance(prepared.architecture, config.model.path, start.model_dir),
+        TRAINING_DATA: training_data.describe(config.data, start),
     }
     exporter = ModelExporter(
         engine=engine,

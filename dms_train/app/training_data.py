@@ -10,7 +10,7 @@ from dms_train.app.start_point import StartPoint
 from dms_train.data.manifest import origins_of, read_manifest
 from dms_train.data.options import DataOptions
 from dms_train.export.card import TRAINING_DATA
-from dms_train.export.writer import MARKER_FILE
+from dms_train.hf.formats.registry import MARKER_FILE
 from dms_train.hf.json_files import read_json
 from dms_train.mcore.checkpoints.state import STATE_FILE, read_state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from dms_train.inference.options import CACHES, DTYPES, EngineOptions
@@ -36,14 +37,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         default="compact",
         help="compact frees evicted tokens, dense keeps and masks them (%(default)s)",
     )
-    add("--cache-bytes", type=int, metavar="N", help="size limit of a compact cache (none)")
-    add(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="SHARE",
-        help="share of a GPU's memory to use if --cache-bytes is not given (%(default)s)",
-    )
+    add_memory(add)
     add("--max-model-len", type=int, metavar="N", help="token limit of a sequence (the model's)")
     add(
         "--enable-prefix-caching",
@@ -62,6 +56,22 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that the kernels decode at once for requests that are not streamed"
         " (%(default)s)",
+    )
+
+
+def add_memory(add: Callable[..., argparse.Action]) -> None:
+    """Add the arguments that limit the memory of the cache.
+
+    Args:
+        add: `add_argument` of a parser or of a group.
+    """
+    add("--cache-bytes", type=int, metavar="N", help="size limit of a compact cache (none)")
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of a GPU's memory to use if --cache-bytes is not given (%(default)s)",
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dms_train.app.inference_plan import inference_table
 from dms_train.app.model import read_architecture
-from dms_train.app.plan import advise, describe, loaded_ratio, ranked
+from dms_train.app.plan import advise, describe, ranked, with_student
 from dms_train.cli.errors import run_main
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS, gpu
@@ -59,7 +59,8 @@ def _main(arguments: Sequence[str]) -> int:
         return 0
     advise(config, architecture, world_size)
     check(config, world_size=world_size, architecture=architecture)
-    print(describe(config, architecture, world_size, loaded_ratio(config)))
+    config, loaded_cr = with_student(config)
+    print(describe(config, architecture, world_size, loaded_cr))
     return 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dms_train import limits
+from dms_train.cli.engine_arguments import add_memory
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import ANSWER_PATTERN, ValidateOptions
@@ -86,6 +87,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device", default="auto", help="auto (prefers a GPU), cpu, cuda or cuda:1"
     )
+    add_memory(parser.add_argument)
     return parser.parse_args(arguments)
 
 
@@ -98,6 +100,8 @@ def _options(args: argparse.Namespace) -> ValidateOptions:
         answer_pattern=args.answer_pattern,
         window_only=args.window_only,
         max_num_seqs=args.max_num_seqs,
+        cache_bytes=args.cache_bytes,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         device=args.device,
     )
     for line in limits.problems(options):

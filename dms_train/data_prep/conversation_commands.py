@@ -22,6 +22,7 @@ from dms_train.data_prep.conversations import ChatOptions, LossOn
 from dms_train.data_prep.openr1 import Filter
 from dms_train.data_prep.rows import HubOptions, Shard, open_rows
 from dms_train.data_prep.shard_files import shard_prefix, verdicts_path
+from dms_train.hf.gguf_directory import local_directory
 from dms_train.hf.text_files import read_text
 
 RESUMES = "run the same command to continue"
@@ -188,7 +189,7 @@ def _choice(args: argparse.Namespace, *, every_trace: bool) -> Choice:
 def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
     template = None if args.chat_template is None else read_text(args.chat_template)
     chat = ChatOptions(
-        tokenizer=args.tokenizer,
+        tokenizer=str(local_directory(args.tokenizer)),
         chat_template=template,
         variables=tuple(args.template_variable),
         loss_on=LossOn(args.loss_on),

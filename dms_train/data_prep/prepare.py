@@ -50,6 +50,7 @@ from dms_train.data_prep.exam_sheets import held_out_problems
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
 from dms_train.data_prep.token_arrays import ArrayJob, write_arrays
+from dms_train.hf.gguf_directory import local_directory
 from dms_train.hf.text_files import read_text
 
 _EPILOG = """\
@@ -158,7 +159,7 @@ def _run_tokenize(args: argparse.Namespace) -> None:
             text_split=args.text_split, text_key=args.text_key, messages_key=args.messages_key
         ),
         encoder=EncoderOptions(
-            tokenizer=args.tokenizer,
+            tokenizer=str(local_directory(args.tokenizer)),
             append_eod=args.append_eod or args.eod_token is not None,
             eod_token=args.eod_token,
             add_bos=args.add_bos,
@@ -176,7 +177,7 @@ def _run_arrays(args: argparse.Namespace) -> None:
     job = ArrayJob(
         inputs=tuple(args.inputs),
         output=args.output,
-        tokenizer=args.tokenizer,
+        tokenizer=local_directory(args.tokenizer),
         eod_id=args.eod_id,
         terms=terms_of(args),
         overwrite=args.overwrite,

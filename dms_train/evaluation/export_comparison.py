@@ -43,6 +43,10 @@ def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> 
         teacher=teacher,
         spec=export_spec(export),
         device=resolve_device(options.device),
+        memory={
+            "cache_bytes": options.cache_bytes,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+        },
     )
     for model in (teacher, export):
         require_memory(model, target.device)

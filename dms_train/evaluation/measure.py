@@ -6,7 +6,8 @@ dense cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,12 +37,14 @@ class EvaluationTarget:
         teacher: Directory of the original.
         spec: Method that the export was trained with.
         device: torch device.
+        memory: Fields of `EngineOptions` that limit the memory of a compact cache.
     """
 
     export: Path
     teacher: Path
     spec: MethodSpec
     device: str
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def window(self) -> int:
@@ -166,11 +169,11 @@ def agreement(
     """
     texts = [text for number in range(count) for text in samples[number].documents()]
     teacher = _read(target.teacher, texts, target.device, cache="dense")
-    student = _read(target.export, texts, target.device)
+    student = _read(target.export, texts, target.device, **target.memory)
     control = None
     if window_only:
         how: dict[str, Any] = {"policy": "window", "policy_options": {"window": target.window}}
-        control = _read(target.teacher, texts, target.device, **how)
+        control = _read(target.teacher, texts, target.device, **target.memory, **how)
     kl, top1, teacher_nll, student_nll, tokens = _scores(student, teacher, texts, target.device)
     return Agreement(
         kl=ratio(kl, tokens),
@@ -250,15 +253,21 @@ def _cost(total: TotalKV, kv_reads: float, prefill_reads: float, peak_tokens: fl
     )
 
 
-def run_selftest(export: Path, device: str) -> SelfTestResult:
+def run_selftest(export: Path, device: str, **memory: Any) -> SelfTestResult:
     """Compare the recorded output of the trained model with the output of the compact cache.
+
+    Args:
+        export: Directory of the export.
+        device: torch device.
+        memory: As `EvaluationTarget.memory`.
 
     Raises:
         FileNotFoundError: The export has no self-test.
         ValueError: The self-test is damaged.
     """
     reference = SelfTest.load(export)
-    llm = LLM(export, dtype=reference.dtype, device=device, max_num_seqs=1, prefill_chunk=_CHUNK)
+    how = {"dtype": reference.dtype, "device": device, "prefill_chunk": _CHUNK}
+    llm = LLM(export, max_num_seqs=1, **how, **memory)
     logits = llm.logits(reference.input_ids.tolist()).cpu()
     recorded, computed = reference.logits.double(), logits.double()
     kl = kl_teacher_student(computed, recorded).mean().item()

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from dms_train.limits import AtLeast, Matches, OneOf, Share
+from dms_train.limits import AtLeast, Matches, OneOf, Positive, Share
 
 Device = Annotated[str, Matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:1")]
+MemoryShare = Annotated[float, Positive(), Share()]
 COMPARED_POSITIONS = 128  # positions whose logits a validation holds at a time, in float64
 SANDBOX = "sandbox"
 CODE_MODES = (SANDBOX, "unisolated")
@@ -30,6 +31,8 @@ class ValidateOptions:
         answer_pattern: Regular expression with one group; its matches are the answers in order.
         window_only: Also measure the teacher with only its window, as a control.
         max_num_seqs: Lines that are solved at the same time.
+        cache_bytes: Size limit of a compact cache, as in `EngineOptions`; None for none.
+        gpu_memory_utilization: Share of a GPU's memory to use if `cache_bytes` is None.
         device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
     """
 
@@ -40,6 +43,8 @@ class ValidateOptions:
     answer_pattern: str = ANSWER_PATTERN
     window_only: bool = False
     max_num_seqs: Annotated[int, AtLeast(1)] = 100
+    cache_bytes: Annotated[int | None, AtLeast(1)] = None
+    gpu_memory_utilization: MemoryShare = 0.9
     device: Device = "auto"
 
     def check(self, path: str) -> Iterator[str]:
@@ -111,6 +116,8 @@ class ModelRunOptions:
         dtype: Dtype of weights and cache.
         device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
         max_num_seqs: Chains in the cache at the same time.
+        cache_bytes: Size limit of the cache, as in `EngineOptions`; None for none.
+        gpu_memory_utilization: Share of a GPU's memory to use if `cache_bytes` is None.
         prefill_chunk: Prompt tokens of a pass.
         decode_steps: Decode steps that the kernels run at once; no result depends on it.
         cache_dtype: `fp8` stores keys and values in e4m3, on a GPU only; `auto` stores them in
@@ -122,6 +129,8 @@ class ModelRunOptions:
     dtype: str = "auto"
     device: Device = "auto"
     max_num_seqs: Annotated[int, AtLeast(1)] = 32
+    cache_bytes: Annotated[int | None, AtLeast(1)] = None
+    gpu_memory_utilization: MemoryShare = 0.9
     prefill_chunk: Annotated[int, AtLeast(1)] = 512
     decode_steps: Annotated[int, AtLeast(1)] = 8
     cache_dtype: str = "auto"

@@ -134,7 +134,7 @@ def validate(
     if samples is not None:
         compared = agreement(target, samples, options.samples, window_only=controlled)
         note(f"{options.samples} sequences: KL {compared.kl} nats/token, top-1 {compared.top1}")
-    selftest = run_selftest(target.export, target.device)
+    selftest = run_selftest(target.export, target.device, **target.memory)
     note(f"self-test through the compact cache: KL {selftest.kl:.2e}, limit {selftest.limit:g}")
     documents, accuracies = [], {}
     if options.problems is not None:
@@ -174,11 +174,11 @@ def compare_accuracy(
     """
     models: dict[str, tuple[Path, dict[str, Any]]] = {
         "teacher": (target.teacher, {"cache": "dense"}),
-        "student": (target.export, {}),
+        "student": (target.export, {**target.memory}),
     }
     if window_only:
         policy = {"policy": "window", "policy_options": {"window": target.window}}
-        models["window_only"] = (target.teacher, policy)
+        models["window_only"] = (target.teacher, {**target.memory, **policy})
     accuracies = {}
     for name, (directory, options) in models.items():
         accuracies[name] = evaluate_accuracy(

@@ -18,6 +18,8 @@ import yaml
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
+from dms_train.hf.gguf_directory import describe_types, read_gguf_record
+from dms_train.hf.gguf_model import is_gguf
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 from dms_train.tables import markdown_table
@@ -58,11 +60,13 @@ class BaseModel:
         name: Hub id or name of its folder; None for a model trained from scratch.
         hub_id: Its id on the hub, if the run named the model by its id.
         front_matter: Inherited keys of the model's own card.
+        quantised: Types of the tensors of the GGUF file that it comes from; None for other models.
     """
 
     name: str | None = None
     hub_id: str | None = None
     front_matter: dict[str, Any] = field(default_factory=dict)
+    quantised: str | None = None
 
     @property
     def license(self) -> str:
@@ -75,19 +79,23 @@ def read_base(model: str | None) -> BaseModel:
     """Describe a base model from its directory, or from the local hub cache; no network.
 
     Args:
-        model: Directory or hub id; None for a model trained from scratch.
+        model: Directory, GGUF file or hub id; None for a model trained from scratch.
     """
     if model is None:
         return BaseModel()
-    is_id = not Path(model).expanduser().is_dir() and _HUB_ID.fullmatch(model) is not None
+    path = Path(model).expanduser()
+    is_id = not (path.is_dir() or is_gguf(path)) and _HUB_ID.fullmatch(model) is not None
+    front, record = {}, None
     try:
-        front = _front_matter(resolve(model) / CARD_FILE)
+        directory = resolve(model)
+        front, record = _front_matter(directory / CARD_FILE), read_gguf_record(directory)
     except FileNotFoundError:
-        front = {}
+        pass  # a licence that nobody states is unknown
     return BaseModel(
         name=model if is_id else Path(model).name,
         hub_id=model if is_id else None,
         front_matter={key: front[key] for key in _INHERITED if _is_stated(front.get(key))},
+        quantised=None if record is None else describe_types(record),
     )
 
 
@@ -137,6 +145,7 @@ def render(
         ("base model", base.name or "none: trained from scratch"),
         ("licence of the base model", base.license if base.name else "none"),
         ("family", architecture.family),
+        *([] if base.quantised is None else [("weights of the base model", base.quantised)]),
     ]
     pooled_from = provenance.get(POOLED_FROM)
     training_data = _training_data(provenance.get(TRAINING_DATA, []))
@@ -258,13 +267,14 @@ def _loading(files: Collection[str], layout: ExportFormat | None) -> str:
 
 
 @typed
-def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
+def add_evaluation(directory: Path, numbers: Mapping[str, float], further: str = "") -> None:
     """Replace the evaluation section of an export's card; nothing if there is no such section.
 
     Args:
         directory: The export.
         numbers: Flat metrics of an evaluation, as `metrics.json` has them; those that end in
             `.low` and `.high` are 95% bootstrap intervals.
+        further: Text after the table, such as results of benchmarks.
     """
     card = directory / CARD_FILE
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
@@ -273,7 +283,7 @@ def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
     if not begin or not end:
         return
     rows = [(label, _number(name, numbers)) for name, label in _MEASURED.items() if name in numbers]
-    table = markdown_table(_NO_TITLES, rows)
+    table = "\n\n".join(filter(None, (markdown_table(_NO_TITLES, rows), further)))
     partial = card.with_name(f".{card.name}.partial")
     partial.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
     os.replace(partial, card)

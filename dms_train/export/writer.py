@@ -32,6 +32,8 @@ from dms_train.method.spec import OPTIONS
 # Marks a directory as written here, and therefore safe to replace.
 _GENERATION = "generation_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
+# `to_hf_config` can only write transformers' defaults of these, and the model may differ.
+_TRAINING_KEYS = ("initializer_range", "attention_dropout")
 _DROPPED_KEYS = (
     "_name_or_path",
     "auto_map",
@@ -61,9 +63,11 @@ class _Described:
 
     def config(self, source: Path | None) -> dict[str, Any]:
         """Return the complete config.json."""
+        stated = _source_config(source)
         config = {
-            **_source_config(source),
+            **stated,
             **to_hf_config(self.architecture),
+            **{key: stated[key] for key in _TRAINING_KEYS if key in stated},
             "dtype": dtype_name(self.dtype),
             "torch_dtype": dtype_name(self.dtype),
         }

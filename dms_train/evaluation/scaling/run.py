@@ -262,6 +262,8 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
         dtype=model.dtype,
         device=device,
         max_num_seqs=max(model.max_num_seqs, max(options.sweep.widths)),
+        cache_bytes=model.cache_bytes,
+        gpu_memory_utilization=model.gpu_memory_utilization,
         prefill_chunk=model.prefill_chunk,
         decode_steps=model.decode_steps,
         cache_dtype=model.cache_dtype,

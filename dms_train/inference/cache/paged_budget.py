@@ -21,11 +21,13 @@ from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.inference.cache.hook_sizes import HookSizes
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.policy_hooks import join, received
 from dms_train.inference.cache.row_requests import RowRequests
+from dms_train.inference.devices import sent
 from dms_train.inference.policies import kernel_rules as rules
 from dms_train.inference.policies.base import (
     AttentionReceived,
@@ -90,7 +92,10 @@ class BudgetPagedCache(PagedKVCache):
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_index: tuple[Tensor, Tensor]  # belongs to the current step
         self._choice: Choice | None = None  # belongs to the current step
-        self._inside = [False]  # for each sequence of the step, whether the hooks decide
+        self._sizes: HookSizes | None = None  # belongs to the current step; None if kernels decide
+        self._mixed: tuple[Tensor, Tensor] | None = (
+            None  # sequences of kernels and of hooks, if both
+        )
         self._logits: SlotLogits | None = None
         if self._scored:
             most = min(slots, _largest_budget(policy, layers, sizes.longest) + 1)
@@ -134,8 +139,9 @@ class BudgetPagedCache(PagedKVCache):
     def positions(self, row: int) -> list[list[Tensor]]:
         """Return the positions of a row's live tokens by layer and head, int64 on the CPU."""
         at, rows = [], torch.tensor([row], device=self.pool.device)
+        stored = int(self.lists.lengths[:, row].max())
         for layer in range(len(self.lists.lengths)):
-            position = self._stored_positions(layer, rows)
+            position = self._stored_positions(layer, rows, stored)
             slot = torch.arange(position.shape[-1], device=position.device)
             if self._scored:
                 position = position.masked_fill(2 * slot + 1 == self._rings[layer, rows], -1)
@@ -149,11 +155,13 @@ class BudgetPagedCache(PagedKVCache):
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._requests.assign(row, sizes)
-        if self._budget_rule.evicts == rules.OLDEST and int(self.lists.lengths[0, row, 0]):
-            rows = torch.tensor([row], device=self.pool.device)
+        if self._budget_rule.evicts != rules.OLDEST:
+            return
+        if stored := int(self.lists.lengths[:, row].max()):
+            rows = sent([row], self.pool.device)
             # another budget may keep the marked token
             for layer in range(len(self.lists.lengths)):
-                self._mark_oldest(layer, rows)
+                self._mark_oldest(layer, rows, stored)
 
     def free(self, rows: Tensor) -> None:
         """Release all pages of these rows, int64 [b]."""
@@ -169,38 +177,56 @@ class BudgetPagedCache(PagedKVCache):
         return [*super()._page_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
-        """Store tokens, evict and attend; the host waits where the policy's hooks decide."""
+        """Store tokens, evict and attend; the host waits once if the policy's hooks decide."""
         if self._recording:
             return self._decode(layer, step)
-        if step.position.shape[1] > 1:
-            return self._prompt(layer, step)
         if layer == 0:
-            self._inside = self._prompts_of(step)
-        if all(self._inside):
-            return self._prompt(layer, step)
-        if not any(self._inside):
+            self._plan(step)
+        if self._sizes is None:
             return self._decode(layer, step)
-        output, reads = torch.empty_like(step.query.flatten(2, 3).transpose(1, 2)), None
-        inside = torch.tensor(self._inside, device=step.rows.device)
-        reads = torch.zeros(len(inside), self.lists.lengths.shape[2], dtype=torch.int64).to(
-            inside.device
-        )
-        for compute, those in ((self._decode, ~inside), (self._prompt, inside)):
-            attended = compute(layer, _some(step, those.nonzero()[:, 0]))
-            output[those], reads[those] = attended.output, attended.reads
+        if self._mixed is None:
+            return self._prompt(layer, step)
+        output = torch.empty_like(step.query.flatten(2, 3).transpose(1, 2))
+        reads = torch.empty_like(self.lists.lengths[layer, step.rows], dtype=torch.int64)
+        for compute, index in zip((self._decode, self._prompt), self._mixed, strict=True):
+            attended = compute(layer, _some(step, index))
+            output[index], reads[index] = attended.output, attended.reads
         return Attended(output, reads)
 
-    def _prompts_of(self, step: AttentionStep) -> list[bool]:
-        """Return, for each one-token row, whether hooks decide after it, not kernels."""
-        if self.decodes_prompts:
-            return [False] * len(step.rows)
-        end = step.position[:, 0] + 1
-        sequences = self._requests.sequences(step.rows, end - 1, end)
-        inside = end <= sequences.prompt
-        if self.eviction_interval is not None:
-            inside = inside | self.policy.evicts_after(sequences)
-        by_hooks: list[bool] = inside.tolist()
-        return by_hooks
+    def _plan(self, step: AttentionStep) -> None:
+        """Find out who decides after the tokens of a step, and read the sizes that hooks need."""
+        self._sizes = self._mixed = None
+        one = step.position.shape[1] == 1
+        if one and self.decodes_prompts:
+            return
+        sizes = self._read_sizes(step, one)
+        hooks = [i for i, by_hooks in enumerate(sizes.by_hooks) if by_hooks]
+        if not hooks:
+            return
+        if len(hooks) < len(sizes.by_hooks):
+            kernels = [i for i, by_hooks in enumerate(sizes.by_hooks) if not by_hooks]
+            device = step.rows.device
+            self._mixed, sizes = (sent(kernels, device), sent(hooks, device)), sizes.of(hooks)
+        self._sizes = sizes
+
+    def _read_sizes(self, step: AttentionStep, one: bool) -> HookSizes:
+        """Read the sizes of a step whose sequences have one token each, or of any other step."""
+        end, added = step.position.amax(1) + 1, (step.position >= 0).sum(1)
+        sequences = self._requests.sequences(step.rows, end - added, end)
+        due = self.policy.evicts_after(sequences)
+        by_hooks = torch.ones_like(due)
+        if one:
+            by_hooks = end <= sequences.prompt
+            if self.eviction_interval is not None:
+                by_hooks = by_hooks | due
+        kept = end
+        if self._budget_rule.evicts == rules.OLDEST:
+            kept = sum(self.policy.limits(sequences), torch.zeros_like(end))
+        lengths = self.lists.lengths[:, step.rows]
+        pending = torch.zeros_like(lengths)
+        if self._scored:
+            pending = self._rings[:, step.rows, :, 0] % 2
+        return HookSizes.read(lengths, pending, added, [by_hooks, due, kept])
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
@@ -246,13 +272,7 @@ class BudgetPagedCache(PagedKVCache):
         """Compute tokens, then let the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
         if self._budget_rule.evicts == rules.OLDEST:
-            n = range(0, query.shape[2], _QUERIES)
-            chunks = [
-                self._stream(layer, step.rows, query[:, :, i : i + _QUERIES], _part(arrival, i))
-                for i in n
-            ]
-            output = torch.cat([chunk.output for chunk in chunks], 2)
-            return Attended(output, torch.stack([chunk.reads for chunk in chunks]).sum(0))
+            return self._stream(layer, step.rows, query, arrival)
         self._close(layer, step.rows)
         before = self.lists.lengths[layer, step.rows]
         pages = sum(self._most_pages(step))
@@ -261,14 +281,30 @@ class BudgetPagedCache(PagedKVCache):
         self._evict(layer, step.rows, query, arrival.position)
         return attended
 
+    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
+        """Compute tokens in blocks; each query reads the tokens left at its position."""
+        assert self._sizes is not None
+        held, outputs, reads = max(self._sizes.before[layer]), [], []
+        for start in range(0, query.shape[2], _QUERIES):
+            part = slice(start, start + _QUERIES)
+            attended = self._stream_block(
+                layer, rows, query[:, :, part], _part(arrival, part), held
+            )
+            held = min(held + attended.output.shape[2], max(self._sizes.kept))
+            outputs.append(attended.output)
+            reads.append(attended.reads)
+        self._mark_oldest(layer, rows, held)
+        return Attended(torch.cat(outputs, 2), torch.stack(reads).sum(0))
+
     def _note(
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
     ) -> None:
         """Keep the queries, and the positions of tokens stored after the first `before` [b, h]."""
-        most = int(self.lists.lengths[layer, rows].max())
+        assert self._sizes is not None
+        most = max(self._sizes.after[layer])
         column = torch.arange(most, dtype=torch.int32, device=before.device)
-        since = column - before[..., None]
-        new = (since >= 0) & (since < (position >= 0).sum(1)[:, None, None])
+        since, count = column - before[..., None], (position >= 0).sum(1)
+        new = (since >= 0) & (since < count[:, None, None])
         known = self._positions[layer, rows, :, :most]
         arrived = (position[:, :1, None] + since).int()
         self._positions[layer, rows, :, :most] = torch.where(new, arrived, known)
@@ -276,10 +312,14 @@ class BudgetPagedCache(PagedKVCache):
             known = self._scores[layer, rows, :, :most]
             self._scores[layer, rows, :, :most] = known.masked_fill(new, 0)
         if m := self._recent:
-            last = (position >= 0) & (position > position.amax(1, keepdim=True) - m)
-            b, n = last.nonzero(as_tuple=True)
-            newest = query.transpose(1, 2)[b, n].view(-1, *self._queries.shape[3:])
-            self._queries[layer][rows[b], position[b, n] % m] = newest.to(self._queries.dtype)
+            index = count[:, None] - m + torch.arange(m, device=rows.device)  # padding is last
+            at = position.gather(1, index.clamp(min=0))
+            newest = query.transpose(1, 2)[
+                torch.arange(len(rows), device=rows.device)[:, None], index.clamp(min=0)
+            ]
+            newest = newest.unflatten(2, self._queries.shape[3:5]).to(self._queries.dtype)
+            row = torch.where(index >= 0, rows[:, None], -1)  # the last row is never read
+            self._queries[layer][row, at % m] = newest
 
     def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
         """Return the newest queries [b, h, m, r, d]; 0 for missing ones."""
@@ -297,10 +337,14 @@ class BudgetPagedCache(PagedKVCache):
         sequences = self._requests.sequences(
             rows, start, end, self._recent_queries(layer, rows, end)
         )
-        waits = self._budget_rule.evicts == rules.NEVER
-        if waits and not bool(self.policy.evicts_after(sequences).any()):
-            return
-        slots = self._contents(layer, rows)._replace(sequences=sequences)
+        assert self._sizes is not None
+        if self._budget_rule.evicts == rules.NEVER:
+            if not any(self._sizes.due):
+                return
+            pairs = zip(self._sizes.after[layer], self._sizes.due, strict=True)
+            sequences = sequences._replace(held=[tokens * due for tokens, due in pairs])
+        slots = self._contents(layer, rows, max(self._sizes.after[layer]))
+        slots = slots._replace(sequences=sequences)
         if self._scored:
             seen = _received(slots, query, position)
             slots = slots._replace(state=self.policy.observe(slots, seen))
@@ -308,15 +352,16 @@ class BudgetPagedCache(PagedKVCache):
                 self._scores[layer, rows, :, : slots.state.shape[2]] = slots.state[..., 0]
         held = slots.position >= 0
         keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
-        if bool((keep != held).any()):
-            self._fill(layer, rows, slots, keep)
+        self._fill(layer, rows, slots, keep, (keep != held).any(-1))
 
-    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
-        """Compute a chunk of a prompt in which each query reads the tokens left at its position."""
+    def _stream_block(
+        self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens, stored: int
+    ) -> Attended:
+        """Compute a block of a prompt for KV lists of up to `stored` tokens."""
         at = arrival.position
         end = at.amax(1) + 1
         sequences = self._requests.sequences(rows, end - (at >= 0).sum(1), end)
-        slots = join(self._contents(layer, rows), arrival)._replace(sequences=sequences)
+        slots = join(self._contents(layer, rows, stored), arrival)._replace(sequences=sequences)
         assert slots.key is not None
         assert slots.value is not None
         held = slots.position >= 0
@@ -324,13 +369,14 @@ class BudgetPagedCache(PagedKVCache):
         mask = mask & ~self.policy.evict_mask(slots, at)
         output, _ = attend_slots(query, slots.key, slots.value, mask[:, :, None])
         keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
-        self._fill(layer, rows, slots, keep)
-        self._mark_oldest(layer, rows)
+        lists = len(rows) * self.lists.lengths.shape[2]
+        pages = lists * self._pages_of(at.shape[1])
+        self._fill(layer, rows, slots, keep, torch.ones_like(keep[..., 0]), pages)
         return Attended(output, mask.sum((2, 3)))
 
-    def _mark_oldest(self, layer: int, rows: Tensor) -> None:
-        """Mark the token of each KV list that is evicted when the next one arrives."""
-        position = self._stored_positions(layer, rows)
+    def _mark_oldest(self, layer: int, rows: Tensor, stored: int) -> None:
+        """Mark the token of each KV list, of up to `stored` tokens, that the next one replaces."""
+        position = self._stored_positions(layer, rows, stored)
         following = position.amax((1, 2)) + 1
         limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))
         first, last = (x[:, None, None] for x in limits)
@@ -340,24 +386,25 @@ class BudgetPagedCache(PagedKVCache):
 
     def _close(self, layer: int, rows: Tensor) -> None:
         """Remove the tokens that were evicted after the last step."""
-        entry = self._rings[layer, rows]
-        if not bool((entry % 2).any()):
+        assert self._sizes is not None
+        if not any(self._sizes.pending[layer]):
             return
-        slots = self._contents(layer, rows)
+        entry = self._rings[layer, rows]
+        slots = self._contents(layer, rows, max(self._sizes.before[layer]))
         column = torch.arange(slots.position.shape[-1], device=entry.device)
-        self._fill(layer, rows, slots, (slots.position >= 0) & (2 * column + 1 != entry))
+        keep = (slots.position >= 0) & (2 * column + 1 != entry)
+        self._fill(layer, rows, slots, keep, entry[..., 0] % 2 > 0)
         self._rings[layer, rows] = 0
 
-    def _stored_positions(self, layer: int, rows: Tensor) -> Tensor:
-        """Return the positions in the slots of pages in use, int64 [b, h, s]; -1 for empty ones."""
-        lengths = self.lists.lengths[layer, rows]
-        most = max(1, int(self.lists.pages(lengths).max())) * self.pool.page_slots
-        held = torch.arange(most, device=rows.device) < lengths[..., None]
+    def _stored_positions(self, layer: int, rows: Tensor, stored: int) -> Tensor:
+        """Return the positions in the pages of up to `stored` slots, int64 [b, h, s]; -1: empty."""
+        most = max(1, self._pages_of(stored)) * self.pool.page_slots
+        held = torch.arange(most, device=rows.device) < self.lists.lengths[layer, rows][..., None]
         return self._positions[layer, rows, :, :most].long().masked_fill(~held, -1)
 
-    def _contents(self, layer: int, rows: Tensor) -> Slots:
-        """Return the tokens of KV lists by slot; 0 in empty slots."""
-        position = self._stored_positions(layer, rows)
+    def _contents(self, layer: int, rows: Tensor, stored: int) -> Slots:
+        """Return the tokens of KV lists of up to `stored` slots, by slot; 0 in empty slots."""
+        position = self._stored_positions(layer, rows, stored)
         num_pages = position.shape[-1] // self.pool.page_slots
         pages = self.pool.pages[self.lists.tables[layer, rows, :, :num_pages].long()]
         content = pages.transpose(2, 3).flatten(3, 4)  # [b, h, 2, s, d]
@@ -368,31 +415,42 @@ class BudgetPagedCache(PagedKVCache):
             state = state.masked_fill((position < 0)[..., None], 0)
         return Slots(layer, position, state, content[:, :, 0], content[:, :, 1])
 
-    def _fill(self, layer: int, rows: Tensor, slots: Slots, keep: Tensor) -> None:
-        """Reduce KV lists to the kept tokens, bool [b, h, s], in the order of their positions."""
+    def _fill(
+        self, layer: int, rows: Tensor, slots: Slots, keep: Tensor, changed: Tensor, pages: int = 0
+    ) -> None:
+        """Reduce KV lists to the kept tokens, in the order of their positions.
+
+        Args:
+            layer: Layer number.
+            rows: int64 [b].
+            slots: Tokens of the lists.
+            keep: bool [b, h, s].
+            changed: bool [b, h]; the other lists keep all of their tokens, which do not move.
+            pages: Most pages that the lists grow by.
+        """
         assert slots.key is not None
         assert slots.value is not None
         size, before = self.pool.page_slots, self.lists.lengths[layer, rows]
         counts, lists = keep.sum(-1, dtype=torch.int32), self.lists.numbers(layer, rows)
-        after = torch.maximum(counts, before)
-        more = int((self.lists.pages(after) - self.lists.pages(before)).sum())
-        table = self._allocate(layer, rows, lists, after.flatten(), more)
+        table = self._allocate(layer, rows, lists, torch.maximum(counts, before).flatten(), pages)
         if self.pool.sharing:
             written = self.lists.places() < self.lists.pages(counts)[..., None]
-            table = self.lists.copy_on_write(layer, rows, lists, written)
-        most = int(counts.max())
+            table = self.lists.copy_on_write(layer, rows, lists, written & changed[..., None])
+        most = min(slots.position.shape[-1], table.shape[-1] * size)
         column = torch.arange(most, device=rows.device)
         order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)
         order = order.argsort(-1)[..., :most]
-        inside = column < counts[..., None]
-        page = table.gather(2, (column // size).expand_as(order))[inside].long()
-        offset = (column % size).expand_as(order)[inside]
+        inside = (column < counts[..., None]) & changed[..., None]
+        page = table[..., column // size].masked_fill(~inside, 0).long()  # page 0 is never read
         for kind, content in enumerate((slots.key, slots.value)):
             moved = content.gather(2, order[..., None].expand(-1, -1, -1, content.shape[-1]))
-            self.pool.pages[page, kind, offset] = moved[inside].to(self.pool.pages.dtype)
-        self._positions[layer, rows, :, :most] = slots.position.gather(2, order).int()
+            self.pool.pages[page, kind, column % size] = moved.to(self.pool.pages.dtype)
+        known = self._positions[layer, rows, :, :most]
+        position = slots.position.gather(2, order).int()
+        self._positions[layer, rows, :, :most] = torch.where(inside, position, known)
         if self._scores.numel():
-            self._scores[layer, rows, :, :most] = slots.state[..., 0].gather(2, order)
+            known, score = self._scores[layer, rows, :, :most], slots.state[..., 0]
+            self._scores[layer, rows, :, :most] = torch.where(inside, score.gather(2, order), known)
         self.lists.release(lists, counts.flatten().contiguous())
 
 
@@ -415,9 +473,8 @@ def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
     return step._replace(**some, adapter=adapter, table=None)
 
 
-def _part(arrival: NewTokens, start: int) -> NewTokens:
-    """Return the next block of prompt tokens, from `start` on."""
-    part = slice(start, start + _QUERIES)
+def _part(arrival: NewTokens, part: slice) -> NewTokens:
+    """Return a block of prompt tokens."""
     key, value = arrival.key[:, :, part], arrival.value[:, :, part]
     return NewTokens(arrival.position[:, part], key, value, None)
 

@@ -54,6 +54,7 @@ class SelectingPagedCache(PagedKVCache):
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
         self._reads = torch.zeros_like(self.lists.lengths)
         self._selections: dict[int, PageSelection] = {}  # key: sequences of a step
+        self._changed: range  # pages that the current chunk changes
         self._wanted: PageBudget  # belongs to the current step
         self._selection_rows: Tensor  # index of each sequence in the step; -1 for none
 
@@ -124,21 +125,32 @@ class SelectingPagedCache(PagedKVCache):
         self._selection_rows = torch.where(token.rows < 0, -1, batch_index)
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
-        before = self.lists.lengths[layer, tokens.rows]
+        if layer == 0:
+            self._changed = self._changed_pages(tokens)
         attended = super()._prefill(layer, tokens)
-        self._bound(layer, tokens.rows, before)
+        self._bound(layer, tokens.rows)
         return attended
 
-    def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
-        """Compute the bounds of pages that changed since KV lists had `before` [b, h] tokens."""
+    def _changed_pages(self, tokens: Chunk) -> range:
+        """Return the pages in which a chunk changes any KV list; waits for the device.
+
+        All layers and heads hold every token of a sequence, so that the answer holds for them all.
+        """
+        before = self.lists.lengths[0, tokens.rows, 0]
+        after = before + (tokens.arrival.position >= 0).sum(1)
+        least, most = torch.stack([before.amin(), after.amax()]).tolist()
+        return range(max(0, least - 1) // self.pool.page_slots, self._pages_of(most))
+
+    def _bound(self, layer: int, rows: Tensor) -> None:
+        """Compute the bounds of the changed pages of rows [b]."""
         size, lengths = self.pool.page_slots, self.lists.lengths[layer, rows]
-        first = max(0, int(before.min()) - 1) // size
-        page_index = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)
+        changed = self._changed
+        page_index = torch.arange(changed.start, changed.stop, device=rows.device)
         table = self.lists.tables[layer, rows][..., page_index].long()
         slot = page_index[:, None] * size + torch.arange(size, device=rows.device)
         held = (slot < lengths[..., None, None])[..., None]  # [b, h, p, s, 1]
         keys = self.pool.pages[table, 0]
         lowest = keys.masked_fill(~held, torch.inf).amin(3)
         highest = keys.masked_fill(~held, -torch.inf).amax(3)
-        there = held[..., 0, 0]
-        self._bounds[table[there]] = torch.stack([lowest, highest], 3)[there]
+        page = table.masked_fill(~held[..., 0, 0], 0)  # the bounds of page 0 are never read
+        self._bounds[page] = torch.stack([lowest, highest], 3)

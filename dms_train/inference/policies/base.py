@@ -79,6 +79,8 @@ class Sequences(NamedTuple):
             ones. Only for policies with `recent_queries`.
         frequency: [d / 2], radians by which RoPE turns a pair of channels for each position; None
             if the cache was built without it.
+        held: [b], on the host: tokens in each KV list of a sequence after which `evicts_after` is
+            true, 0 for other sequences. None if the cache does not know them without waiting.
     """
 
     layers: int
@@ -90,6 +92,7 @@ class Sequences(NamedTuple):
     lists: dict[str, Tensor]
     query: Tensor | None = None
     frequency: Tensor | None = None
+    held: list[int] | None = None
 
     @property
     def ends_prompt(self) -> Tensor:

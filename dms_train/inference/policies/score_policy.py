@@ -112,9 +112,10 @@ class ScorePolicy(CachePolicy):
         """Return the tokens beyond the budget where an eviction is due, bool [b, h, 1, s]."""
         sequences = slots.sequences
         assert sequences is not None
-        due = self.evicts_after(sequences)
-        if not bool(due.any()):
+        sequences = sequences._replace(held=self._held(slots, sequences))
+        if not any(sequences.held or ()):
             return torch.zeros_like(slots.position, dtype=torch.bool)[:, :, None]
+        due = self.evicts_after(sequences)
         budget = self.kept(slots, sequences)
         recent = newest(slots.position, sequences.end, budget.clamp(max=self.protected))
         score = self.slot_scores(slots, sequences).masked_fill(recent, torch.inf)
@@ -128,11 +129,12 @@ class ScorePolicy(CachePolicy):
         wide = torch.promote_types(slots.key.dtype, torch.float32)
         scores = torch.zeros_like(slots.position, dtype=wide)
         attention = window_attention(slots, sequences) if self.recent_queries else None
-        for i in self.evicts_after(sequences).nonzero()[:, 0].tolist():
+        for i, tokens in enumerate(self._held(slots, sequences)):
+            if not tokens:
+                continue
             position = slots.position[i : i + 1]
             order = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argsort(-1)
-            # all KV heads of a sequence hold the same number of tokens
-            order = order[..., : int((position >= 0).sum(-1).max())]
+            order = order[..., :tokens]
             index = order[..., None].expand(-1, -1, -1, slots.key.shape[-1])
             keys, values = (
                 x[i : i + 1].gather(2, index).to(wide) for x in (slots.key, slots.value)
@@ -144,3 +146,12 @@ class ScorePolicy(CachePolicy):
             new_scores = self.score(keys, values, seen)
             scores[i : i + 1].scatter_(2, order, new_scores.to(wide))
         return scores
+
+    def _held(self, slots: Slots, sequences: Sequences) -> list[int]:
+        """Return `Sequences.held`; waits for the device if the cache has not set it."""
+        if sequences.held is not None:
+            return sequences.held
+        # all KV heads of a sequence hold the same number of tokens
+        held = (slots.position >= 0).sum(-1).amax(-1)
+        counts: list[int] = (held * self.evicts_after(sequences)).tolist()
+        return counts

@@ -190,8 +190,8 @@ REFUSED = [
     ("alpha_in_loss", "other"),
     ("aux_form", "other"),
     ("eviction", "other"),
-    ("channel", 1),
     ("channel", -2),
+    ("channel", "first"),
     ("decision_shift", 2),
     ("decision_shift", -1),
     ("window", 0),
@@ -234,14 +234,27 @@ def test_governing_shift_adds_the_window_only_when_immediate(
 
 
 def test_every_problem_of_a_method_is_named_at_once() -> None:
-    values = {**dataclasses.asdict(PRESETS["dms"].spec), "window": 0, "channel": 3, "tau": 0.0}
+    values = {**dataclasses.asdict(PRESETS["dms"].spec), "window": 0, "channel": -2, "tau": 0.0}
     training = {"alpha_in_loss": "soft", "aux_form": "mean"}
     lines = list(limits.problems(DMSOptions(**values, **training), "method"))
     keys = {line.partition("=")[0] for line in lines}
     assert keys == {"method.window", "method.channel", "method.tau"}
     with pytest.raises(ValueError, match="window") as caught:
         DMSSpec(**values)
-    assert str(caught.value).splitlines() == lines
+    own = [line.removesuffix(", or auto") for line in lines]  # no model is stored with auto
+    assert str(caught.value).splitlines() == own
+
+
+def test_a_specification_has_a_number_where_the_options_have_auto() -> None:
+    options = PRESETS["dms"].override(channel="auto")
+    assert (options.channel, options.spec.channel, options.to_dict()["channel"]) == ("auto", 0, 0)
+    with pytest.raises(ValueError, match="method.channel='auto': expected a whole number"):
+        spec_from_dict({**options.to_dict(), "channel": "auto"})
+
+
+def test_auto_is_refused_where_the_ranking_measures_another_model() -> None:
+    with pytest.raises(ValueError, match=r"method.channel=auto: .*RoPE; set method.channel=-1"):
+        PRESETS["dms_nvidia"].override(channel="auto")
 
 
 @pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(DMSSpec)])

@@ -26,8 +26,9 @@ from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.tasks.prompts import render
 from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.evaluation.validation import ValidationResult, validate
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.llm import LLM
-from dms_train.inference.options import SamplingParams
+from dms_train.inference.options import EngineOptions, SamplingParams
 from tests.support import configs
 from tests.support.wiring import Assets, Built, Wire, leaves, option, uncovered
 from tests.unit.evaluation import conftest as evaluation
@@ -201,6 +202,8 @@ WIRES: dict[str, Wire] = {
     "model.dtype": Wire("bfloat16", engine("dtype")),
     "model.device": Wire("cuda:7", lambda p: "cuda:7" in run_refusal(p), True),
     "model.max_num_seqs": Wire(5, engine("max_num_seqs")),
+    "model.cache_bytes": Wire(2**20, engine("cache_bytes")),
+    "model.gpu_memory_utilization": Wire(0.4, engine("gpu_memory_utilization")),
     "model.prefill_chunk": Wire(7, engine("prefill_chunk")),
     "model.decode_steps": Wire(3, engine("decode_steps")),
     "model.cache_dtype": Wire("fp8", engine("cache_dtype")),
@@ -361,6 +364,27 @@ def rows_in_cache(v: Validated) -> float:
     return v.found.accuracies["teacher"].cost.cache_bytes / one_row(v)
 
 
+def compact(name: str) -> Callable[[Validated], list[Any]]:
+    """Return an option of every engine of a validation that has a compact cache."""
+
+    def read(v: Validated) -> list[Any]:
+        engines: list[EngineOptions] = []
+        start = InferenceEngine.__init__
+
+        def started(self: InferenceEngine, model: Path, options: EngineOptions, **how: Any) -> None:
+            engines.append(options)
+            start(self, model, options, **how)
+
+        target = evaluation_target(v.target.export, v.target.teacher, v.options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InferenceEngine, "__init__", started)
+            options = replace(v.options, max_tokens=1)
+            validate(target, v.samples, options, lambda line: None, 0.0)
+        return [getattr(each, name) for each in engines if each.cache == "compact"]
+
+    return read
+
+
 def one_row(v: Validated) -> int:
     alone = validate(v.target, None, replace(v.options, max_num_seqs=1), lambda line: None, 0.0)
     return alone.accuracies["teacher"].cost.cache_bytes
@@ -385,6 +409,15 @@ VALIDATE: dict[str, Wire] = {
     ),
     "max_num_seqs": Wire(
         2, rows_in_cache, 2, {"problems": problems_file, "max_tokens": 2, "max_num_seqs": 4}
+    ),
+    "cache_bytes": Wire(
+        2**26, compact("cache_bytes"), [2**26] * 5, {"problems": problems_file, "window_only": True}
+    ),
+    "gpu_memory_utilization": Wire(
+        0.4,
+        compact("gpu_memory_utilization"),
+        [0.4] * 5,
+        {"problems": problems_file, "window_only": True},
     ),
     "device": Wire("cuda:7", on_device),
 }
@@ -417,7 +450,8 @@ def test_a_run_validates_with_the_options_of_its_stage(built: Callable[..., Buil
 
 def test_flags_of_dms_validate_are_its_options() -> None:
     words = "e --teacher t --output o --samples 3 --problems p --max-problems 4 --max-tokens 5 "
-    words += "--answer-pattern (.) --window-only --max-num-seqs 6 --device cpu"
+    words += "--answer-pattern (.) --window-only --max-num-seqs 6 --device cpu "
+    words += "--cache-bytes 7 --gpu-memory-utilization 0.5"
     found = validate_command._options(validate_command._parse(words.split()))
     assert found == ValidateOptions(
         samples=3,
@@ -427,6 +461,8 @@ def test_flags_of_dms_validate_are_its_options() -> None:
         answer_pattern="(.)",
         window_only=True,
         max_num_seqs=6,
+        cache_bytes=7,
+        gpu_memory_utilization=0.5,
         device="cpu",
     )
     default = ValidateOptions()

@@ -24,6 +24,7 @@ from dms_train.inference.policies.score_policy import ScoreOptions
 from dms_train.inference.policies.tova import TOVAOptions, TOVAPolicy
 from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
+from tests.support.query_statistics import tiny_statistics
 from tests.unit.inference.conftest import random_ids, small_spec
 from tests.unit.inference.policies.test_requests import built, trained_for
 
@@ -45,6 +46,7 @@ OWN = {
     "knorm": {"budget": 4, "interval": 2},
     "keydiff": {"budget": 4, "block": 4},
     "r_kv": {"budget": 5, "window": 2, "kernel": 3, "interval": 3},
+    "triattention": {"budget": 5, "interval": 3, "statistics": tiny_statistics()},
     "quest": {"budget": 4, "page": 4},
 }
 WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco"}
