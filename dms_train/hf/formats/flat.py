@@ -52,7 +52,7 @@ class Limits:
         if not isinstance(spec, DMSSpec):
             return f"method={spec.preset}: it holds models trained for dms only"
         if spec.channel != -1:
-            return f"method.channel={spec.channel}: it reads the last channel (-1)"
+            return f"method.channel={spec.channel}: it reads the last channel; train with -1"
         if spec.decision_shift != self.decision_shift:
             return (
                 f"method.decision_shift={spec.decision_shift}: it evicts with shift "
