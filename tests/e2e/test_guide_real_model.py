@@ -16,7 +16,9 @@ from tests.support.served_model import TEMPLATE
 
 GUIDE = launch.ROOT / "docs" / "guides" / "real_model.md"
 # What needs the network, or would change the environment of the tests.
-NOT_HERE = ("hf download", "pip install", "python3.11 -m venv")
+NOT_HERE = ("hf download", "pip install", "python3.11 -m venv", "DOWNLOAD=1 make demo")
+# tests/research/test_recipe.py runs it.
+NOT_HERE += ("python -m research recipe",)
 # The guide's settings, and those of a model of 2 layers on a CPU.
 SMALLER = {
     "data.seq_length=4096": "data.seq_length=64 method.window=8",

@@ -1,9 +1,9 @@
 """TriAttention: keys that the expected query attends from later positions stay (arXiv:2604.04921).
 
-Before RoPE, the queries of a head concentrate around their mean (section 3). The logit of the mean
+Before RoPE, the queries of a head concentrate around their mean. The logit of the mean
 query for a key is a trigonometric series in their distance. The policy averages it over future
 queries at distances 1, 2, 4 and so on, and adds the part of the norms that the mean does not
-explain (section 4). It evicts at the end of a prompt and after every `interval` generated tokens.
+explain. It evicts at the end of a prompt and after every `interval` generated tokens.
 `dms-calibrate` measures the statistics of a model's queries.
 
 Shape letters: L layers, b sequences, h KV heads, r query heads per KV head, s slots, d head size.

@@ -1,7 +1,7 @@
 """Token retention as in TRIM-KV: tokens of the lowest decayed retention leave (arXiv:2512.03324).
 
 The model states log beta of each token when the token arrives. At position t the score of token i
-is beta_i^(t - i), and the budget's highest scores stay (section 4). By default the policy evicts at
+is beta_i^(t - i), and the budget's highest scores stay. By default the policy evicts at
 the end of a prompt and after every generated token.
 
 Shape letters: b sequences, h KV heads, s slots.

@@ -1,6 +1,7 @@
 """Attention of a layer with token retention: a bias that decays with distance, and a loss.
 
-Sections are those of arXiv:2512.03324. `method.layer` explains the shape letters.
+The method follows arXiv:2512.03324; docs/methods.md lists the differences. `method.layer` explains
+the shape letters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def log_retention(activation: Tensor, spec: MethodSpec) -> Tensor:
 
 
 def retained(log_beta: Tensor, first: Tensor | None = None) -> Tensor:
-    """Compute the expected number of tokens held at each position (section 4).
+    """Compute the expected number of tokens held at each position.
 
     Memory grows with T, because the backward pass computes each block of queries again.
 
@@ -116,7 +117,7 @@ class TrimKVLayer(DMSLayer):
         target: float | Tensor,
         options: MethodOptions,
     ) -> Tensor:
-        """Compute the capacity loss (section 4), averaged over layers, heads and tokens."""
+        """Compute the capacity loss, averaged over layers, heads and tokens."""
         assert isinstance(options, TrimKVOptions)
         excess: Tensor = stats.own_loss / decisions
         excess = excess * decisions if options.aux_form == "sum" else excess

@@ -67,7 +67,8 @@ def test_defaults_require_only_model_and_data():
 
 def test_every_key_can_be_overridden_without_a_plus():
     plain = to_mapping(compose([*GIVEN, "model=scratch"]))
-    plain["method"] |= to_mapping(compose([*GIVEN, "method=dmc"]))["method"]
+    for method in ("dmc", "trim_kv"):
+        plain["method"] |= to_mapping(compose([*GIVEN, f"method={method}"]))["method"]
     for path in valid_paths():
         if not path.startswith("model.architecture.rope_scaling."):
             value: typing.Any = plain

@@ -42,6 +42,30 @@ DMC_TABLE: dict[str, dict[str, Any]] = {
     "dmc_c": {"consistency": 1.0},
     "dmc_hardc": {"heads": "shared"},
 }
+TRIM_KV = {
+    "kind": "trim_kv",
+    "channel": 0,
+    "alpha_scale": 100.0,
+    "alpha_offset": 8.0,
+    "window": 0,
+    "clear_after_rope": False,
+    "alpha_in_loss": "soft",
+    "tau": 1.0,
+    "aux_form": "mean",
+    "budget": 512,
+    "capacity_weight": 1.0,
+}
+KVZAP = {
+    "kind": "kvzap",
+    "channel": 0,
+    "alpha_scale": 10.0,
+    "alpha_offset": 5.0,
+    "window": 128,
+    "clear_after_rope": False,
+    "alpha_in_loss": "soft",
+    "tau": 1.0,
+    "aux_form": "mean",
+}
 TABLE: dict[str, dict[str, Any]] = {
     "dms": {
         "channel": 0,
@@ -70,11 +94,13 @@ TABLE: dict[str, dict[str, Any]] = {
 def test_presets_are_exactly_the_table() -> None:
     expected = {name: {"preset": name, **COMMON, **values} for name, values in TABLE.items()}
     expected |= {name: {"preset": name, **DMC, **values} for name, values in DMC_TABLE.items()}
+    expected["kvzap"] = {"preset": "kvzap", **KVZAP}
+    expected["trim_kv"] = {"preset": "trim_kv", **TRIM_KV}
     assert {name: dataclasses.asdict(options) for name, options in PRESETS.items()} == expected
 
 
 def test_what_is_stored_is_the_version_and_what_no_training_decides() -> None:
-    training = {"alpha_in_loss", "aux_form", "consistency", "prior"}
+    training = {"alpha_in_loss", "aux_form", "consistency", "prior", "capacity_weight"}
     for name, preset in PRESETS.items():
         values = dataclasses.asdict(preset)
         kept = {key: value for key, value in values.items() if key not in training}
@@ -92,7 +118,9 @@ def test_a_spec_without_a_method_is_of_dms_and_an_unknown_method_is_refused() ->
     values = PRESETS["dms"].to_dict()
     del values["kind"]
     assert spec_from_dict(values) == PRESETS["dms"].spec
-    with pytest.raises(ValueError, match=r"method\.kind=dma: choose one of dmc, dms"):
+    with pytest.raises(
+        ValueError, match=r"method\.kind=dma: choose one of dmc, dms, kvzap, trim_kv"
+    ):
         spec_from_dict({**values, "kind": "dma"})
 
 
@@ -248,7 +276,7 @@ def test_every_problem_of_a_method_is_named_at_once() -> None:
 def test_a_specification_has_a_number_where_the_options_have_auto() -> None:
     options = PRESETS["dms"].override(channel="auto")
     assert (options.channel, options.spec.channel, options.to_dict()["channel"]) == ("auto", 0, 0)
-    with pytest.raises(ValueError, match="method.channel='auto': expected a whole number"):
+    with pytest.raises(ValueError, match=r"method\.channel='auto': expected a whole number"):
         spec_from_dict({**options.to_dict(), "channel": "auto"})
 
 

@@ -73,7 +73,11 @@ def options(policy, own, **how) -> EngineOptions:
 def trained_for(policy):
     """Return the method that the model must be trained with; DMS if the policy does not say."""
     kind = policy if policy in policy_names() and policy_kind(policy).trained else "dms"
-    return PRESETS[kind].override(alpha_offset=0.0) if kind == "dmc" else small_spec(kind)
+    return (
+        small_spec(kind)
+        if kind in ("dms", "kvzap")
+        else PRESETS[kind].override(alpha_offset=0.0).spec
+    )
 
 
 def built(policy, own):
