@@ -60,10 +60,13 @@ def main() -> None:
     args = parser.parse_args()
     with served(args.model) as address:
         answer = ask(address, args.question, args.max_tokens)
-    kv = answer["kv"]
+    usage = answer["usage"]
     print(f"user: {args.question}")
     print(f"model: {answer['choices'][0]['message']['content'].strip()}")
-    print(f"cache: {kv['tokens']} tokens seen, {kv['live_tokens']:.1f} held by a KV head on average")
+    print(
+        f"cache: {usage['total_tokens']} tokens seen, at most "
+        f"{usage['kv']['peak_live_tokens']:.1f} held by a KV head on average"
+    )
 
 
 if __name__ == "__main__":

@@ -59,6 +59,20 @@ def _llama3(layers: int, hidden: int, ffn: int, channels: int, tied: bool) -> Ar
 
 # Too large for the GPUs that were measured: its step is projected (`train_step_projection`).
 QWEN_32B = _qwen2(64, 5120, 27648, (40, 8), tied=False)
+_SMOLLM2 = Architecture(
+    family="llama",
+    num_layers=30,
+    hidden_size=576,
+    ffn_hidden_size=1536,
+    num_attention_heads=9,
+    num_query_groups=3,
+    kv_channels=64,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    rotary_base=1e5,
+    layernorm_epsilon=1e-5,
+    tie_word_embeddings=True,
+)
 _TINY = Architecture(
     family="qwen2",
     num_layers=4,
@@ -88,6 +102,7 @@ SHAPES: dict[str, tuple[Architecture, int, int]] = {
     "llama3.2-1b": (_llama3(16, 2048, 8192, 64, tied=True), 4096, 4),
     "qwen2.5-7b": (_qwen2(28, 3584, 18944, (28, 4), tied=False), 8192, 1),
     "llama3.1-8b": (_llama3(32, 4096, 14336, 128, tied=False), 8192, 1),
+    "smollm2-135m": (_SMOLLM2, 2048, 16),
     "lab-s": _of_experiment("lab_teacher_s"),
     "tiny": (_TINY, 128, 2),
 }

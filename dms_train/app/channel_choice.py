@@ -52,14 +52,12 @@ def choose_channel(
 def ranks_channels(prepared: Prepared) -> bool:
     """Return whether this run chooses the eviction channel of its model by a ranking.
 
-    A student keeps its channel, and the channels of random weights do not differ yet.
+    A student keeps its channel, and a pretraining needs none.
     """
-    start = prepared.start
     trained = [stage for stage in prepared.stages if isinstance(stage, Stage)]
     return (
         prepared.config.method.channel == AUTO
-        and start.spec is None
-        and not (start.model_dir is None and start.student is None)
+        and prepared.start.spec is None
         and any(stage.requires_eviction or stage.enables_eviction for stage in trained)
     )
 

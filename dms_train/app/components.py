@@ -51,11 +51,7 @@ def trainer_components(
     eval_batches = (
         [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
     )
-    start = prepared.start
-    provenance = {
-        **run_provenance(prepared.architecture, config.model.path, start.model_dir),
-        TRAINING_DATA: training_data.describe(config.data, start),
-    }
+    provenance = _provenance(prepared)
     exporter = ModelExporter(
         engine=engine,
         options=config.stage.export,
@@ -93,6 +89,14 @@ def trainer_components(
         eval_batches=eval_batches,
         every_integer_cr=_exports_integers(config),
     )
+
+
+def _provenance(prepared: Prepared) -> dict[str, Any]:
+    config, start = prepared.config, prepared.start
+    return {
+        **run_provenance(prepared.architecture, config.model.path, start.model_dir),
+        TRAINING_DATA: training_data.describe(config.data, start),
+    }
 
 
 def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidator:

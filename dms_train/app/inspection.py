@@ -11,8 +11,8 @@ from typing import Any
 from dms_train.hf.directory import WeightReader, read_architecture
 from dms_train.hf.formats import Stated, read_stated
 from dms_train.hf.formats.registry import MARKER_FILE
-from dms_train.hf.gguf_directory import read_gguf_record
-from dms_train.hf.gguf_model import GgufModel, is_gguf
+from dms_train.hf.gguf_directory import is_gguf, read_gguf_record
+from dms_train.hf.gguf_model import GgufModel
 from dms_train.hf.json_files import read_json
 from dms_train.hf.selftest import REFERENCE
 from dms_train.hf.typed import typed

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from dms_train.config.build import ConfigError
 from dms_train.hf.architecture import Architecture, from_hf_config
-from dms_train.hf.gguf_directory import read_gguf_config
-from dms_train.hf.gguf_model import is_gguf
+from dms_train.hf.gguf_directory import is_gguf, read_gguf_config
 from dms_train.hf.json_files import read_config
 from dms_train.hf.options import ModelOptions
 from dms_train.hf.side_files import refuse_side_files

@@ -112,11 +112,9 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
     )
     values = asdict(config.method)
     preset = values.pop("preset")
-    if config.method.channel == AUTO:
-        random = config.model.path is None and config.run.load is None
-        values["channel"] = (
-            config.method.spec.channel if random else f"{AUTO} (ranked at the start)"
-        )
+    evicts = {"zero_neuron", "retrofit", "hold"} & set(config.stage.run)
+    if config.method.channel == AUTO and evicts:
+        values["channel"] = f"{AUTO} (ranked at the start)"
     yield f"method  {preset}: {', '.join(f'{name} {str(v).lower()}' for name, v in values.items())}"
 
 

@@ -22,6 +22,7 @@ from dms_train.mcore.model.model import rope_arguments
 from dms_train.method.base import MethodSpec
 from dms_train.observe import log
 from dms_train.planning.check import check
+from dms_train.training.options import EVICTING_STAGES
 from dms_train.training.stages import Action, Stage, build_stages
 
 
@@ -129,7 +130,7 @@ def _check_packing(config: RunConfig) -> None:
     length, window = config.data.seq_length, config.method.window
     positions = [read_index(prefix).lengths - 1 for prefix in config.data.paths]
     longest = max(int(own.max()) for own in positions)
-    if {"retrofit", "hold"} & set(config.stage.run) and window >= longest:
+    if set(EVICTING_STAGES) & set(config.stage.run) and window >= longest:
         raise ConfigError(
             f"method.window={window}: the longest document of data.paths has {longest} positions, "
             "so with data.packing=true nothing could be evicted; use a smaller window or longer "

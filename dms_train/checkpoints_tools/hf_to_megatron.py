@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
-from dms_train.hf.gguf_directory import convert_gguf
-from dms_train.hf.gguf_model import is_gguf
+from dms_train.hf.gguf_directory import convert_gguf, is_gguf
 
 _EPILOG = """\
 example:

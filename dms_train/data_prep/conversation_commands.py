@@ -78,7 +78,7 @@ def _common(
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, parents=[rows, shared])
     add = parser.add_argument
-    add("inputs", nargs="+", help=".parquet, .jsonl, .json or .csv files, or one hub id")
+    add("inputs", nargs="+", help=".parquet, .jsonl, .json or .csv files, folders, or one hub id")
     add("--tokenizer", required=True, metavar="DIR", help="local Hugging Face directory")
     add("--min-tokens", type=int, default=1, help="leave shorter documents out")
     add("--max-tokens", type=int, help="leave longer documents out")

@@ -26,11 +26,14 @@ class InputRule:
     Attributes:
         text_split: End of a document in a text file: `WHOLE_FILE`, `BLANK_LINE` or
             `EVERY_LINE`.
+        passage: Fewest characters of a document in a text file, which then ends at the end of a
+            line; the last document of a file may be shorter. None divides by `text_split`.
         text_key: Field of a `.jsonl` row with the text.
         messages_key: Field of a `.jsonl` row with a conversation, used in place of `text_key`.
     """
 
     text_split: str = WHOLE_FILE
+    passage: int | None = None
     text_key: str = "text"
     messages_key: str | None = None
 
@@ -58,7 +61,7 @@ def read_documents(path: Path, rule: InputRule) -> Iterator[Document]:
     if path.suffix == ".jsonl":
         yield from _json_lines(path, rule)
     elif path.suffix in TEXT_TYPES:
-        for document in _text(path, rule.text_split):
+        for document in _text(path, rule):
             if str(document.content).strip():
                 yield document
     else:
@@ -90,28 +93,6 @@ def _is_input(file: Path, folder: Path, types: tuple[str, ...]) -> bool:
     return file.suffix in types and not hidden and file.is_file()
 
 
-def read_passages(path: Path, size: int) -> Iterator[str]:
-    """Yield a text file in passages of whole lines; blank ones are left out.
-
-    Args:
-        path: The file.
-        size: Fewest characters of a passage; the last one may be shorter.
-
-    Raises:
-        DataError: A line is not UTF-8.
-    """
-    passage = ""
-    for line in _lines(path):
-        passage += str(line.content)
-        if not passage.strip():
-            passage = ""  # a passage does not begin with blank lines
-        elif len(passage) >= size:
-            yield passage
-            passage = ""
-    if passage:
-        yield passage
-
-
 def _lines(path: Path) -> Iterator[Document]:
     """Yield lines with their line ends, split only at newline characters."""
     with path.open("rb") as stream:
@@ -123,23 +104,34 @@ def _lines(path: Path) -> Iterator[Document]:
             yield Document(f"{path}:{number}", text, len(line))
 
 
-def _text(path: Path, split: str) -> Iterator[Document]:
+def _text(path: Path, rule: InputRule) -> Iterator[Document]:
     group: list[Document] = []
+    length = 0
     for line in _lines(path):
-        if split == EVERY_LINE:
+        if rule.text_split == EVERY_LINE:
             yield line._replace(content=str(line.content).rstrip("\r\n"))
             continue
         group.append(line)
-        if split == BLANK_LINE and not str(line.content).strip():
-            yield _join(group, split)
-            group = []
+        length += len(line.content)
+        if _ends(line, length, rule):
+            yield _join(group, rule)
+            group, length = [], 0
     if group:
-        yield _join(group, split)
+        yield _join(group, rule)
 
 
-def _join(lines: list[Document], split: str) -> Document:
+def _ends(line: Document, length: int, rule: InputRule) -> bool:
+    """Return whether a document of `length` characters ends with its newest line."""
+    if rule.passage is not None:
+        return length >= rule.passage
+    return rule.text_split == BLANK_LINE and not str(line.content).strip()
+
+
+def _join(lines: list[Document], rule: InputRule) -> Document:
     text = "".join(str(line.content) for line in lines)
-    if split == BLANK_LINE:
+    if rule.passage is not None:
+        text = text.lstrip("\r\n")
+    elif rule.text_split == BLANK_LINE:
         text = text.rstrip()
     return Document(lines[0].where, text, sum(line.size for line in lines))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 
 from dms_train.cli.engine_arguments import add_engine, engine_options
 from dms_train.data.errors import DataError
@@ -166,7 +167,7 @@ def _run(args: argparse.Namespace) -> None:
         loss_on=LossOn(args.loss_on),
         append_eod=args.append_eod,
         only_finished=args.only_finished,
-        terms=terms_of(args, model.resolve().name),
+        terms=terms_of(args, _model_name(args.model)),
         evaluation_sets=tuple(args.evaluation_set),
         limit=args.limit,
         shard=args.shard,
@@ -178,6 +179,11 @@ def _run(args: argparse.Namespace) -> None:
     report_shard(shard_prefix(job.output, job.shard), manifest, counted)
     if speed.tokens:
         print(speed.line("CPU" if engine.device == "cpu" else "GPU"))
+
+
+def _model_name(model: str) -> str:
+    """Return the name of a directory, or a hub id as it is."""
+    return Path(model).absolute().name if Path(model).is_dir() else model
 
 
 def _rows(args: argparse.Namespace, prompts: PromptOptions) -> Rows:

@@ -156,7 +156,10 @@ def _run_tokenize(args: argparse.Namespace) -> None:
         inputs=tuple(files_below(args.inputs, DOCUMENT_TYPES)),
         output=args.output,
         rule=InputRule(
-            text_split=args.text_split, text_key=args.text_key, messages_key=args.messages_key
+            text_split=args.text_split,
+            passage=args.passages,
+            text_key=args.text_key,
+            messages_key=args.messages_key,
         ),
         encoder=EncoderOptions(
             tokenizer=str(local_directory(args.tokenizer)),
@@ -313,6 +316,12 @@ def _add_tokenize(
     rules = {"--split-on-blank-line": BLANK_LINE, "--document-per-line": EVERY_LINE}
     for flag, rule in rules.items():
         split.add_argument(flag, dest="text_split", action="store_const", const=rule)
+    split.add_argument(
+        "--passages",
+        type=count,
+        metavar="N",
+        help="cut text files at line ends into documents of at least N characters",
+    )
     parser.set_defaults(run=_run_tokenize, text_split=WHOLE_FILE)
 
 

@@ -23,14 +23,12 @@ from dms_train.data_prep.documents import (
     InputRule,
     files_below,
     read_documents,
-    read_passages,
 )
 from dms_train.hf.errors import HFError
 from dms_train.hf.row_files import csv_rows, json_array, json_line, numbered_lines
 
 _ROWS_PER_BATCH = 64
 _FILE_TYPES = (".parquet", ".jsonl", ".json", ".csv")
-_EVERY_LINE = InputRule(text_split=EVERY_LINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -111,12 +109,11 @@ class TextRows(NamedTuple):
     read: Callable[[Path], Iterator[str]]
 
 
-def _lines(path: Path) -> Iterator[str]:
-    for line in read_documents(path, _EVERY_LINE):
-        yield str(line.content)
+def _texts(path: Path, rule: InputRule) -> Iterator[str]:
+    return (str(document.content) for document in read_documents(path, rule))
 
 
-LINES = TextRows((".txt",), _lines)
+LINES = TextRows((".txt",), partial(_texts, rule=InputRule(text_split=EVERY_LINE)))
 """Each line of a `.txt` file is a row; blank lines are left out."""
 
 
@@ -127,7 +124,7 @@ def passages(size: int) -> TextRows:
         size: Fewest characters of a passage, which ends at the end of a line; the last passage of a
             file may be shorter.
     """
-    return TextRows(TEXT_TYPES, partial(read_passages, size=size))
+    return TextRows(TEXT_TYPES, partial(_texts, rule=InputRule(passage=size)))
 
 
 def open_rows(

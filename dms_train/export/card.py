@@ -18,8 +18,7 @@ import yaml
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
-from dms_train.hf.gguf_directory import describe_types, read_gguf_record
-from dms_train.hf.gguf_model import is_gguf
+from dms_train.hf.gguf_directory import describe_types, is_gguf, read_gguf_record
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 from dms_train.tables import markdown_table
@@ -60,13 +59,13 @@ class BaseModel:
         name: Hub id or name of its folder; None for a model trained from scratch.
         hub_id: Its id on the hub, if the run named the model by its id.
         front_matter: Inherited keys of the model's own card.
-        quantised: Types of the tensors of the GGUF file that it comes from; None for other models.
+        converted: Phrase that states the conversion of a GGUF file; None for other models.
     """
 
     name: str | None = None
     hub_id: str | None = None
     front_matter: dict[str, Any] = field(default_factory=dict)
-    quantised: str | None = None
+    converted: str | None = None
 
     @property
     def license(self) -> str:
@@ -90,12 +89,12 @@ def read_base(model: str | None) -> BaseModel:
         directory = resolve(model)
         front, record = _front_matter(directory / CARD_FILE), read_gguf_record(directory)
     except FileNotFoundError:
-        pass  # a licence that nobody states is unknown
+        pass  # the licence stays unknown
     return BaseModel(
         name=model if is_id else Path(model).name,
         hub_id=model if is_id else None,
         front_matter={key: front[key] for key in _INHERITED if _is_stated(front.get(key))},
-        quantised=None if record is None else describe_types(record),
+        converted=None if record is None else describe_types(record),
     )
 
 
@@ -145,7 +144,7 @@ def render(
         ("base model", base.name or "none: trained from scratch"),
         ("licence of the base model", base.license if base.name else "none"),
         ("family", architecture.family),
-        *([] if base.quantised is None else [("weights of the base model", base.quantised)]),
+        *([] if base.converted is None else [("weights of the base model", base.converted)]),
     ]
     pooled_from = provenance.get(POOLED_FROM)
     training_data = _training_data(provenance.get(TRAINING_DATA, []))

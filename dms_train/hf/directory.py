@@ -21,8 +21,7 @@ from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats.registry import require_known_format
-from dms_train.hf.gguf_directory import cached_gguf
-from dms_train.hf.gguf_model import is_gguf
+from dms_train.hf.gguf_directory import cached_gguf, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.side_files import refuse_side_files
 from dms_train.hf.tensors import expected_shapes

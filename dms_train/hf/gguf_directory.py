@@ -17,15 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf import durable
-from dms_train.hf.gguf_model import GgufModel, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.typed import typed
 
 GGUF_RECORD = "gguf.json"
 """File of a converted directory: `file`, `sha256`, `tensor_types` and `dtype`."""
+_MAGIC = b"GGUF"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _UNQUANTISED = ("F32", "F16", "BF16")
 _SHARD_BYTES = 2 * 1024**3  # held in memory while a directory is written
+
+
+@typed
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path is a GGUF file, or names one that does not exist."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        return path.suffix == ".gguf" and not path.is_dir()
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 @typed
@@ -50,6 +60,7 @@ def convert_gguf(
     import torch
 
     from dms_train.hf.directory import WeightWriter
+    from dms_train.hf.gguf_model import GgufModel
 
     if out.exists():
         raise FileExistsError(17, "exists; choose another folder", str(out))
@@ -143,6 +154,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     """Return config.json of a GGUF file without converting it; errors as `GgufModel`."""
     if path.is_file() and _cache_folder(path).is_dir():
         return read_config(_cache_folder(path))
+    from dms_train.hf.gguf_model import GgufModel
+
     return GgufModel(path).config(_DTYPES["fp32"])
 
 

@@ -1,6 +1,6 @@
 """Reader of a model in a GGUF file of llama.cpp, on top of the `gguf` package.
 
-Importing it needs no torch, so that a login node can plan a run.
+Metadata is read without torch, so that a login node can plan a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dms_train.hf.values import Values
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAGIC = b"GGUF"
 # llama.cpp rotates neighbouring channels in files of this architecture and stores the rows of the
 # query and key projections in that order. Transformers rotates the two halves of a head.
 _PERMUTED = {"llama": True, "qwen2": False}
@@ -64,16 +63,6 @@ _KNOWN_KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
-
-
-@typed
-def is_gguf(path: str | Path) -> bool:
-    """Return whether a path is a GGUF file, or names one that does not exist."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        return path.suffix == ".gguf" and not path.is_dir()
-    with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
 
 
 class GgufModel:

@@ -47,7 +47,7 @@ class _Splitting:
 
 
 def _words(digits: str) -> str:
-    """Return the pattern that GPT-4, Llama 3 and Qwen2 share but for runs of digits."""
+    """Return the pattern that Llama 3 and Qwen2 share, with their pattern of digits."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -186,7 +186,7 @@ class GgufTokenizer:
         )
         if splitting.nfc:
             tokenizer.normalizer = normalizers.NFC()
-        steps = []
+        steps: list[Any] = []
         if splitting.digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         if splitting.pattern is not None:

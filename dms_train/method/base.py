@@ -17,7 +17,7 @@ from dms_train import limits
 from dms_train.limits import AUTO, AtLeast, OneOf, OrAuto
 
 FIRST_CHANNEL = 0
-"""The DMS paper's eviction channel; `auto` stands for it where no channel can be ranked."""
+"""Eviction channel of the DMS paper; the value of `auto` in runs that rank no channels."""
 SPEC_VERSION = 2
 """Version of the stored specification; `method.spec` reads this one and all earlier ones."""
 

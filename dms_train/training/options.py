@@ -12,8 +12,11 @@ from dms_train.hf.options import PRECISIONS
 from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
 from dms_train.method.token_losses import TOKEN_LOSSES
 
-STAGES = ("pretrain", "zero_neuron", "retrofit", "hold", "export", "validate_export", "run_tasks")
-_RETROFIT_STAGES = ("zero_neuron", "retrofit", "hold")
+EVICTING_STAGES = ("retrofit", "hold")
+RETROFIT_STAGES = ("zero_neuron", *EVICTING_STAGES)
+TRAINED_STAGES = ("pretrain", *RETROFIT_STAGES)
+VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
+STAGES = (*TRAINED_STAGES, "export", VALIDATE_EXPORT, RUN_TASKS)
 _SEEDS = 2**32
 
 
@@ -139,7 +142,7 @@ class StageOptions:
                 f"{path}.run=[{', '.join(self.run)}]: run each stage once, as "
                 f"[{', '.join(ordered)}]"
             )
-        late = [name for name in self.run if name in _RETROFIT_STAGES]
+        late = [name for name in self.run if name in RETROFIT_STAGES]
         if "pretrain" in self.run and late:
             yield (
                 f"{path}.run: pretrain and {late[0]} are different runs; run [pretrain, export], "

@@ -31,7 +31,8 @@ from research.recipe.steps import RECIPES, Settings, steps
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    for path in (*args.text, *filter(None, (args.prompts, args.model, args.benchmarks))):
+    single = (args.prompts, args.model, args.benchmarks, args.held_out, args.haystack)
+    for path in (*args.text, *filter(None, single)):
         if not path.exists():
             raise EvaluationError(f"{path}: no such file or folder; correct the path")
     return Settings(
@@ -45,6 +46,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         rows=args.rows,
         limit=args.limit,
         benchmarks=args.benchmarks,
+        held_out=args.held_out,
+        haystack=args.haystack,
     )
 
 
@@ -77,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--column", default="prompt", help="column of the prompts (%(default)s)")
     add("--text", type=Path, nargs="+", default=(), help="text files to train on as well")
     add("--benchmarks", type=Path, help="folder of `dms-eval data`, in place of a download")
+    add("--held-out", type=Path, help="text for the perplexity, such as WikiText-2's test set")
+    add("--haystack", type=Path, help="text that hides needles, such as essays")
     add("--limit", type=count, default=1000, help="documents of each task (%(default)s)")
     kinds = ("auto", "cpu", "cuda")
     add("--device", choices=kinds, default="auto", help="auto takes a GPU if there is one")

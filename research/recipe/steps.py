@@ -57,6 +57,8 @@ class Recipe:
         continuations: Answers to each prompt.
         new_tokens: Limit of an answer.
         tasks: Tasks of the evaluation.
+        published: Name of the model's published scores; None without.
+        contexts: Lengths of prompts with needles, in tokens.
         train: Overrides of the experiment.
         samples: Validation sequences of each export.
     """
@@ -67,6 +69,8 @@ class Recipe:
     continuations: int = 2
     new_tokens: int = 1800
     tasks: tuple[Task, ...] = _TASKS
+    published: str | None = None
+    contexts: tuple[int, ...] = (1024, 2048, 4096)
     train: tuple[str, ...] = ()
     samples: int = 64
 
@@ -78,6 +82,7 @@ RECIPES = {
         source="qwen25-coder-0.5b-instruct",
         prompts=4000,
         tasks=(*_TASKS, Task(name="gsm8k", shots=5)),
+        contexts=(1024, 2048, 4096, 8192),
     ),
     "toy": Recipe(
         experiment="smollm2_135m",
@@ -120,6 +125,8 @@ class Settings:
         rows: Sequences in the cache at the same time.
         limit: Documents of each task.
         benchmarks: Folder of `dms-eval data`; None writes it.
+        held_out: Text for the perplexity; None leaves it out.
+        haystack: Text that hides the needles; None leaves them out.
     """
 
     recipe: Recipe
@@ -132,6 +139,8 @@ class Settings:
     rows: int
     limit: int
     benchmarks: Path | None
+    held_out: Path | None
+    haystack: Path | None
 
     @property
     def original(self) -> Path:
@@ -162,6 +171,16 @@ def steps(settings: Settings) -> list[Step]:
         *(
             _evaluation(settings, task, name, model)
             for task in settings.recipe.tasks
+            for name, model in models.items()
+        ),
+        *(
+            _perplexity(settings, name, model)
+            for name, model in models.items()
+            if settings.held_out
+        ),
+        *(
+            _needles(settings, context, name, model)
+            for context in needle_contexts(settings)
             for name, model in models.items()
         ),
     ]
@@ -278,6 +297,8 @@ def _evaluation(settings: Settings, task: Task, name: str, model: Path) -> Step:
         *("--device", settings.device, "--max-num-seqs", str(settings.rows)),
         *("--output", str(results(settings, task, name))),
     ]
+    if settings.recipe.published is not None:
+        words += ["--published", settings.recipe.published]
     if task.shots is not None:
         words += ["--num-fewshot", str(task.shots)]
     needs = ["train", *(step.name for step in _benchmarks(settings))]
@@ -285,3 +306,36 @@ def _evaluation(settings: Settings, task: Task, name: str, model: Path) -> Step:
         words += ["--original", str(results(settings, task, ORIGINAL))]
         needs.append(f"evaluate_{ORIGINAL}_{task.label}")
     return Step(name=f"evaluate_{name}_{task.label}", words=lambda: words, needs=tuple(needs))
+
+
+def perplexity_file(settings: Settings, name: str) -> Path:
+    """Return the file with the perplexity of a model."""
+    return settings.root / "perplexity" / f"{name}.json"
+
+
+def _perplexity(settings: Settings, name: str, model: Path) -> Step:
+    words = [
+        *(*_EVALUATE, "perplexity", str(model), "--text", str(settings.held_out)),
+        *("--device", settings.device, "--output", str(perplexity_file(settings, name))),
+    ]
+    return Step(name=f"perplexity_{name}", words=lambda: words, needs=("train",))
+
+
+def needle_contexts(settings: Settings) -> tuple[int, ...]:
+    """Return the lengths of prompts with needles; none without a text for them."""
+    return settings.recipe.contexts if settings.haystack else ()
+
+
+def needles_folder(settings: Settings, context: int, name: str) -> Path:
+    """Return the folder with the results of a model on prompts of this length."""
+    return settings.root / "needles" / str(context) / name
+
+
+def _needles(settings: Settings, context: int, name: str, model: Path) -> Step:
+    words = [
+        *(*_EVALUATE, f"model.path={model}", f"model.device={settings.device}"),
+        *("task.name=niah", f"task.haystack={settings.haystack}", "task.count=100"),
+        *(f"task.context_length={context}", f"model.max_num_seqs={min(settings.rows, 32)}"),
+        f"run.dir={needles_folder(settings, context, name)}",
+    ]
+    return Step(name=f"needles_{context}_{name}", words=lambda: words, needs=("train",))

@@ -16,7 +16,9 @@ from tests.support.served_model import TEMPLATE
 
 GUIDE = launch.ROOT / "docs" / "guides" / "real_model.md"
 # What needs the network, or would change the environment of the tests.
-NOT_HERE = ("hf download", "pip install", "python3.11 -m venv")
+NOT_HERE = ("hf download", "pip install", "python3.11 -m venv", "DOWNLOAD=1 make demo")
+# tests/research/test_recipe.py runs it.
+NOT_HERE += ("python -m research recipe",)
 # The guide's settings, and those of a model of 2 layers on a CPU.
 SMALLER = {
     "data.seq_length=4096": "data.seq_length=64 method.window=8",
@@ -84,3 +86,5 @@ def test_the_run_of_the_guide_leaves_what_the_guide_names(outputs):
     assert {path.name for path in (run / "exports").iterdir()} >= {"cr2", "cr3", "final"}
     spec = json.loads((run / "exports" / "final" / "hf" / "config.json").read_text())["dms"]["spec"]
     assert (spec["preset"], spec["window"]) == ("dms", 8)
+    card = (run / "exports" / "final" / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "| 1 | allenai/c4 | ODC-BY | - | 100.0% |" in card

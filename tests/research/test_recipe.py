@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dms_train.cli.config_source import compose
+from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.hf.formats import read_target_cr
 from research.lab.run import UNFINISHED
 from research.recipe import run as recipe
@@ -35,6 +35,8 @@ def settings(root: Path, name: str = "smollm2_135m", **changes: object) -> Setti
         rows=16,
         limit=10,
         benchmarks=None,
+        held_out=None,
+        haystack=None,
     )
     return replace(given, **changes)
 
@@ -84,6 +86,20 @@ def test_every_listed_ratio_has_an_export_and_every_model_every_task(
             if task.shots is not None:
                 assert given[given.index("--num-fewshot") + 1] == str(task.shots)
     assert made["fetch"][-2:] == [chosen.recipe.source, "--download"]
+
+
+def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None:
+    files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
+    made = {step.name: step.words() for step in steps(settings(tmp_path, **files))}
+    for name in (ORIGINAL, "cr2", "cr8"):
+        words = made[f"perplexity_{name}"]
+        assert words[words.index("--text") + 1] == "wikitext.txt"
+        for context in (1024, 2048, 4096):
+            options = compose_evaluation(made[f"needles_{context}_{name}"][3:])
+            assert options.task.haystack == "essays.txt"
+            assert options.task.context_length == context
+    plain = [step.name for step in steps(settings(tmp_path))]
+    assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
 
 
 def test_own_files_replace_the_downloads(tmp_path: Path) -> None:

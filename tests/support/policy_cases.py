@@ -48,9 +48,9 @@ def readable(policy) -> CompactCache:
     return CompactCache(pool, policy, layers=1, rows=ROWS, heads=HEADS)
 
 
-def paged(policy, device: torch.device, pages: int = 100) -> PagedKVCache:
+def paged(policy, device: torch.device, pages: int = 100, layers: int = 1) -> PagedKVCache:
     pool = DevicePool(head_size=SIZE, dtype=torch.float32, device=device, page_slots=4, pages=pages)
-    sizes = CacheSizes(layers=1, rows=ROWS, heads=HEADS, group=GROUP, longest=LENGTH)
+    sizes = CacheSizes(layers, rows=ROWS, heads=HEADS, group=GROUP, longest=LENGTH)
     pages_rule = isinstance(policy.kernel_rule(), PageRule)
     return (SelectingPagedCache if pages_rule else BudgetPagedCache)(pool, policy, sizes)
 

@@ -166,7 +166,7 @@ def test_inference_values_that_cannot_be_are_refused(monkeypatch, capsys, words)
     ("changes", "shown"),
     [
         ({"method__channel": "auto"}, "channel auto (ranked at the start)"),
-        ({"method__channel": "auto", "model__path": None}, "channel 0"),
+        ({"method__channel": "auto", "stage__run": ["pretrain"]}, "channel auto"),
         ({"method__channel": 3}, "channel 3"),
     ],
 )

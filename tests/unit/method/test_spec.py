@@ -276,7 +276,7 @@ def test_every_problem_of_a_method_is_named_at_once() -> None:
 def test_a_specification_has_a_number_where_the_options_have_auto() -> None:
     options = PRESETS["dms"].override(channel="auto")
     assert (options.channel, options.spec.channel, options.to_dict()["channel"]) == ("auto", 0, 0)
-    with pytest.raises(ValueError, match="method.channel='auto': expected a whole number"):
+    with pytest.raises(ValueError, match=r"method\.channel='auto': expected a whole number"):
         spec_from_dict({**options.to_dict(), "channel": "auto"})
 
 

@@ -12,6 +12,17 @@ from dms_train.planning.memory import stages_of
 from dms_train.planning.step_time import step_time, work_of
 from tests.support import configs
 
+SMALL = replace(  # SmolLM2-135M
+    configs.KNOWN["llama2_7b"],
+    num_layers=30,
+    hidden_size=576,
+    ffn_hidden_size=1536,
+    num_attention_heads=9,
+    num_query_groups=3,
+    kv_channels=64,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
 A = replace(configs.KNOWN["llama2_7b"], vocab_size=32000)
 LM = {"stage__zero_neuron__loss": "lm", "stage__retrofit__loss": "lm"}
 SIZE = {"data__seq_length": 4096, "data__global_batch_size": 64}
@@ -75,3 +86,21 @@ def test_microbatches_fill_the_pipeline():
         for size in (1, 16)
     }
     assert time[1].bubble < time[16].bubble
+
+
+def test_a_small_model_is_as_slow_as_measured():
+    """SmolLM2-135M with a teacher on one H100: 158,000 to 173,000 tokens/s."""
+    size = {"data__seq_length": 2048, "data__global_batch_size": 32, "data__micro_batch_size": 16}
+    planned = stages_of(configs.config(**size, **BF16), SMALL, 1)
+    time = step_time(planned, GPUS["h100"], calibration()).total
+    assert 158_000 < 32 * 2048 / time < 173_000
+    # with operands for free it would be faster than any measurement
+    free = calibration()._replace(operand_efficiency=1e9)
+    assert 32 * 2048 / step_time(planned, GPUS["h100"], free).total > 200_000
+
+
+def test_the_operands_of_a_large_model_are_hidden_by_its_products():
+    free = calibration()._replace(operand_efficiency=1e9)
+    for changes in ({}, LM):
+        slow, fast = (step_time(stages(**changes), GPUS["h100"], c) for c in (calibration(), free))
+        assert slow == fast
