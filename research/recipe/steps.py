@@ -77,7 +77,10 @@ class Recipe:
 
 RECIPES = {
     "smollm2_135m": Recipe(
-        experiment="smollm2_135m", source="smollm2-135m-instruct", prompts=10_000
+        experiment="smollm2_135m",
+        source="smollm2-135m-instruct",
+        prompts=10_000,
+        published="SmolLM2-135M-Instruct",
     ),
     "qwen25_coder_0_5b": Recipe(
         experiment="qwen25_coder_0_5b",
