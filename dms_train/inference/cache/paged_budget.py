@@ -189,7 +189,7 @@ class BudgetPagedCache(PagedKVCache):
         output = torch.empty_like(step.query.flatten(2, 3).transpose(1, 2))
         reads = torch.empty_like(self.lists.lengths[layer, step.rows], dtype=torch.int64)
         for compute, index in zip((self._decode, self._prompt), self._mixed, strict=True):
-            attended = compute(layer, _some(step, index))
+            attended = compute(layer, step.some(index))
             output[index], reads[index] = attended.output, attended.reads
         return Attended(output, reads)
 
@@ -459,18 +459,6 @@ def _largest_budget(policy: CachePolicy, layers: int, longest: int) -> int:
     end, seed = torch.tensor([longest]), torch.zeros(1, dtype=torch.int64)
     whole = Sequences(layers, end - 1, end, prompt=end, limit=end, seed=seed, lists={})
     return int(policy.limits(whole).most)
-
-
-def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
-    """Select some sequences of a step, int64 [any]."""
-    assert step.lengths is None  # they have one token each
-    fields = ("query", "key", "value", "cos", "sin", "position", "rows")
-    adapter = None
-    if step.adapter is not None:
-        decided = step.adapter()[index]
-        adapter = lambda: decided  # noqa: E731
-    some = {x: getattr(step, x)[index] for x in fields}
-    return step._replace(**some, adapter=adapter, table=None)
 
 
 def _part(arrival: NewTokens, part: slice) -> NewTokens:
