@@ -71,5 +71,6 @@ test-full: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# make demo MODEL=smollm2: the procedure on a real model, on two CPU cores
 demo: $(STAMP)
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo$(if $(MODEL),_$(MODEL)).sh

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Protocol
 
+AUTO = "auto"
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -71,6 +72,18 @@ class AtLeast:
         if value == math.inf:
             return "use a finite number"
         return None if value >= self.least else f"use at least {self.least}"
+
+
+@dataclass(frozen=True, slots=True)
+class OrAuto:
+    """`auto`, or a value within another limit."""
+
+    limit: Limit
+
+    def refusal(self, value: Any) -> str | None:
+        """Return both choices, unless `value` is one of them."""
+        refusal = "use a number" if isinstance(value, str) else self.limit.refusal(value)
+        return None if value == AUTO or refusal is None else f"{refusal}, or {AUTO}"
 
 
 @dataclass(frozen=True, slots=True)

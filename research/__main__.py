@@ -36,6 +36,8 @@ COMMANDS = {
     "lab-differences": Command("research.lab.differences", "compare retrofits with their teacher"),
     "lab-ratios": Command("research.lab.ratios", "compare methods at equal compression ratios"),
     "lab-wall-clock": Command("research.lab.wall_clock", "measure accuracy against seconds"),
+    "recipe": Command("research.recipe.run", "retrofit a real model, from download to report"),
+    "recipe-prompts": Command("research.recipe.prompts", "write instructions for a model"),
     "retention": Command("research.retention.run", "show which tokens each KV head keeps"),
     "policies": Command("research.policies.run", "compare all cache policies at equal ratios"),
     "ablations": Command("research.ablations", "evaluate the ablation experiments"),

@@ -30,6 +30,7 @@ from dms_train.evaluation.problems import count_correct, greedy_params, prompt_t
 from dms_train.evaluation.tasks.base import Document
 from dms_train.hf.tokenizer_files import read_chat_tokenizer
 from dms_train.inference.texts import until
+from dms_train.tables import markdown_table
 
 _EXPORT = Path("exports") / "final" / "hf"
 _RESULT = "accuracy.json"
@@ -115,20 +116,17 @@ def _results(folder: Path) -> dict[str, Results]:
 
 def table(name: str, results: Results) -> str:
     """Return one ablation as Markdown: means over seeds, and the range of the seeds' accuracy."""
-    lines = [
-        f"| {name} | seeds | accuracy [95 % interval] | least to most | KL | cr_factor | tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    titles = ["seeds", "accuracy [95 % interval]", "least to most", "KL", "cr_factor", "tokens"]
+    rows = []
     for setting, runs in results.items():
         each = [_accuracy([run]).value for run in runs]
         kl, cr, tokens = (
             sum(run[key] for run in runs) / len(runs) for key in ("kl", "cr_factor", "train_tokens")
         )
-        lines.append(
-            f"| {setting} | {len(runs)} | {_accuracy(runs)} | {min(each):.3f} to {max(each):.3f} "
-            f"| {kl:.4f} | {cr:.2f} | {tokens / 1e6:.2f} M |"
-        )
-    return "\n".join(lines)
+        spread = f"{min(each):.3f} to {max(each):.3f}"
+        means = f"{kl:.4f}", f"{cr:.2f}", f"{tokens / 1e6:.2f} M"
+        rows.append([setting, len(runs), _accuracy(runs), spread, *means])
+    return markdown_table([name, *titles], rows)
 
 
 def draw(curves: dict[str, Results], axis: Callable[[dict[str, Any]], float], where: Path) -> None:

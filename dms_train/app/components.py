@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dms_train.app import run_folder
+from dms_train.app import run_folder, training_data
 from dms_train.app.export_evaluation import ModelValidator
 from dms_train.app.exporter import ModelExporter, run_provenance
 from dms_train.app.preparation import Prepared
@@ -14,6 +14,7 @@ from dms_train.app.task_evaluation import TaskEvaluator
 from dms_train.app.watch import RunWatch
 from dms_train.config.schema import RunConfig
 from dms_train.data.tokens import TokenSamples
+from dms_train.export.card import TRAINING_DATA
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.observe import log
@@ -50,7 +51,7 @@ def trainer_components(
     eval_batches = (
         [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
     )
-    provenance = run_provenance(prepared.architecture, config.model.path)
+    provenance = _provenance(prepared)
     exporter = ModelExporter(
         engine=engine,
         options=config.stage.export,
@@ -88,6 +89,14 @@ def trainer_components(
         eval_batches=eval_batches,
         every_integer_cr=_exports_integers(config),
     )
+
+
+def _provenance(prepared: Prepared) -> dict[str, Any]:
+    config, start = prepared.config, prepared.start
+    return {
+        **run_provenance(prepared.architecture, config.model.path, start.model_dir),
+        TRAINING_DATA: training_data.describe(config.data, start),
+    }
 
 
 def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidator:

@@ -10,6 +10,7 @@ import torch
 
 from dms_train.app.exporter import ModelExporter, check_format, run_provenance
 from dms_train.app.start_point import described_model
+from dms_train.export.card import TRAINING_DATA
 from dms_train.export.writer import check_replaceable
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
@@ -59,7 +60,7 @@ def import_model(
     """Write a Hugging Face model, dense or a retrofitted export, as a Megatron checkpoint.
 
     Args:
-        model: Directory or hub id.
+        model: Directory, GGUF file or hub id.
         out: Folder to write; must not exist.
         dtype: `fp32` or `bf16`.
         revision: Hub revision; ignored for directories.
@@ -82,7 +83,8 @@ def import_model(
     if leftovers is not None:
         logger().warning(leftovers)
     with open_engine(architecture, spec or PRESETS[DEFAULT_METHOD].spec, dtype, source) as engine:
-        engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
+        origin = run_provenance(architecture, model, directory)
+        engine.save_weights(out, {**state.to_dict(), **origin})
 
 
 @typed
@@ -125,7 +127,11 @@ def export_checkpoint(
             tokens=_random_tokens(engine, selftest_tokens),
             source_dir=tokenizer,
             params_dtype=dtype,
-            provenance={key: state[key] for key in ("model", "versions") if key in state},
+            provenance={
+                key: state[key]
+                for key in ("model", "versions", "gguf", TRAINING_DATA)
+                if key in state
+            },
         )
         exporter.write_hf(out, state)
 
@@ -141,4 +147,4 @@ def _random_tokens(engine: McoreEngine, wanted: int | None) -> torch.Tensor:
 def _tokenizer_dir(wanted: str | None, model: str | None) -> Path | None:
     if wanted is not None:
         return resolve(wanted)
-    return Path(model) if model is not None and Path(model).is_dir() else None
+    return resolve(model) if model is not None and Path(model).exists() else None

@@ -27,7 +27,8 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
     # the student's checkpoint would replace the original weights, so they are not read
     source = None if start.student is not None else original or random
-    engine = McoreEngine(prepared.architecture, config.method, view, options, source)
+    method = config.method.override(channel=prepared.spec.channel)
+    engine = McoreEngine(prepared.architecture, method, view, options, source)
     log.logger().info("layers: %s", engine.describe_layers())
     remaining = prepared.stages[start.state.stage :]
     losses = [token_loss(s.loss) for s in remaining if isinstance(s, Stage)]

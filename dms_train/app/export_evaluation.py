@@ -1,8 +1,7 @@
-"""Evaluation of an export beside the original model, for commands, runs and jobs."""
+"""Evaluation of an export beside the original model, for runs and jobs."""
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,23 +11,15 @@ from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import Samples
 from dms_train.data.tokens import build_valid_samples
-from dms_train.evaluation import report
-from dms_train.evaluation.devices import require_memory, resolve_device
+from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.measure import EvaluationTarget
+from dms_train.evaluation.export_comparison import evaluate_export, evaluation_target
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.problems import check_prompts, read_problems
-from dms_train.evaluation.validation import (
-    ValidationResult,
-    export_spec,
-    require_selftest,
-    validate,
-)
+from dms_train.evaluation.validation import ValidationResult
 from dms_train.export.card import add_evaluation
 from dms_train.hf.directory import read_architecture, resolve
 from dms_train.mcore import groups
-from dms_train.observe.log import logger
-from dms_train.observe.sinks import METRICS_FILE
 
 EXPORT = Path("exports") / "final" / "hf"  # the export that a run evaluates, in its folder
 
@@ -58,70 +49,6 @@ def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) 
     if problems is not None and directory is not None:
         documents = read_problems(Path(problems), config.stage.validate_export.max_problems)
         check_prompts(documents, directory, start.architecture)
-
-
-def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> EvaluationTarget:
-    """Return the two models of an evaluation, after checks that load no weights.
-
-    Args:
-        export: Directory of the export.
-        teacher: Directory of the original model.
-        options: Measurements and device.
-
-    Raises:
-        EvaluationError: No export, no such device, too little memory on it, or problems that do not
-            fit the models.
-        FileNotFoundError: A model or the problems file is absent.
-    """
-    target = EvaluationTarget(
-        export=export,
-        teacher=teacher,
-        spec=export_spec(export),
-        device=resolve_device(options.device),
-        memory={
-            "cache_bytes": options.cache_bytes,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-        },
-    )
-    for model in (teacher, export):
-        require_memory(model, target.device)
-    architecture = read_architecture(teacher)
-    if options.problems is not None:
-        documents = read_problems(Path(options.problems), options.max_problems)
-        check_prompts(documents, export, architecture)
-    return target
-
-
-def evaluate_export(
-    target: EvaluationTarget,
-    samples: Samples | None,
-    options: ValidateOptions,
-    *,
-    folder: Path,
-    since: float,
-) -> ValidationResult:
-    """Measure an export, write the report to `folder` and print its tables.
-
-    Args:
-        target: From `evaluation_target`.
-        samples: Validation text, at least `options.samples` samples; None to leave it out.
-        options: Measurements.
-        folder: Receives `metrics.json`, `report.md` and pictures. Where it is a run folder, the
-            curves of the training are drawn too.
-        since: `time.monotonic()` when the process began.
-
-    Raises:
-        EvaluationError: The self-test failed; the report is written before.
-        FileNotFoundError: The export has no self-test.
-        ValueError: A model is damaged.
-    """
-    result = validate(target, samples, options, logger().info, since)
-    for line in report.write(result, folder, folder / METRICS_FILE):
-        logger().warning(line)
-    sys.stdout.write(f"{report.tables(result)}\n")
-    sys.stdout.flush()
-    require_selftest(result)
-    return result
 
 
 def _evaluate_final(

@@ -15,6 +15,7 @@ from dms_train.export.writer import check_replaceable, write_export
 from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import dtype_name
+from dms_train.hf.gguf_directory import read_gguf_record
 from dms_train.hf.selftest import SelfTest
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.engine import McoreEngine
@@ -22,7 +23,7 @@ from dms_train.method.accounting import cr_factor
 from dms_train.method.base import MethodSpec
 from dms_train.method.plan import StepPlan
 from dms_train.observe.log import logger
-from dms_train.training.options import ExportOptions
+from dms_train.training.options import ExportOptions, StageOptions
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INFERENCE_PLAN = StepPlan(channel_scale=0.0, eviction="hard")
@@ -64,13 +65,14 @@ def check_format(
     formats.check_export(export_format(options, spec), model)
 
 
-def check_folder(exports: Path, options: ExportOptions, target_cr: float) -> None:
+def check_folder(exports: Path, stage: StageOptions, target_cr: float) -> None:
     """Refuse to replace a folder that is not an export of this project, before anything is written.
 
     Raises:
         FileExistsError: A folder that a run will write holds something else.
     """
-    ratios = range(1, int(target_cr) + 1) if options.every_integer_cr else ()
+    every = range(1, int(target_cr) + 1) if stage.export.every_integer_cr else ()
+    ratios = {*every, *(stage.hold.branch_ratios or ())}
     for name in ("final", *(f"cr{ratio}" for ratio in ratios)):
         check_replaceable(exports / name / "hf")
         checkpoint_state.check_replaceable(exports / name / "megatron")
@@ -165,12 +167,22 @@ def _provenance(state: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     return {**{key: state[key] for key in kept if key in state}, **run}
 
 
-def run_provenance(architecture: Architecture, model: str | None) -> dict[str, Any]:
-    """Return what every checkpoint and export of a run records about its origin."""
+def run_provenance(
+    architecture: Architecture, model: str | None, directory: Path | None
+) -> dict[str, Any]:
+    """Return what every checkpoint and export of a run records about its origin.
+
+    Args:
+        architecture: Of the base model.
+        model: The base model, as the user named it.
+        directory: Its directory.
+    """
+    converted = None if directory is None else read_gguf_record(directory)
     return {
         "architecture": asdict(architecture),
         "model": model,
         "versions": {name: _version(name) for name in ("dms-train", "megatron-core", "torch")},
+        **({} if converted is None else {"gguf": converted}),
     }
 
 

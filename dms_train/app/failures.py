@@ -16,6 +16,7 @@ _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed o
 _OPTIONAL = {
     "accelerate": ("accelerate", "eval"),
     "datasets": ("datasets", "data", "eval"),
+    "gguf": ("gguf", "gguf"),
     "hydra": ("hydra-core", "train", "eval"),
     "jinja2": ("jinja2", "serve", "eval", "data"),
     "lm_eval": ("lm-eval", "eval"),

@@ -8,9 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dms_train.export.writer import MARKER_FILE
 from dms_train.hf.directory import WeightReader, read_architecture
 from dms_train.hf.formats import Stated, read_stated
+from dms_train.hf.formats.registry import MARKER_FILE
+from dms_train.hf.gguf_directory import is_gguf, read_gguf_record
+from dms_train.hf.gguf_model import GgufModel
 from dms_train.hf.json_files import read_json
 from dms_train.hf.selftest import REFERENCE
 from dms_train.hf.typed import typed
@@ -49,6 +51,9 @@ def describe_model(directory: Path) -> dict[str, Any]:
     }
     if leftovers is not None:
         facts["warning"] = leftovers
+    converted = read_gguf_record(directory)
+    if converted is not None:
+        facts["gguf"] = converted
     if export is not None:
         facts["format"], stated = export
         facts["cr_factor"], facts["target_cr"] = stated.cr_factor, stated.target_cr
@@ -57,6 +62,18 @@ def describe_model(directory: Path) -> dict[str, Any]:
     if (directory / MARKER_FILE).is_file():
         facts["provenance"] = read_json(directory / MARKER_FILE).get("provenance")
     return facts
+
+
+def describe_gguf(path: Path) -> dict[str, Any]:
+    """Describe a GGUF file; HFError or FileNotFoundError if it is broken or not supported."""
+    model = GgufModel(path)
+    return {
+        "kind": "GGUF file",
+        "family": model.architecture.family,
+        "parameters": model.parameters,
+        "tensors": sum(model.tensor_types.values()),
+        "tensor_types": model.tensor_types,
+    }
 
 
 def _export_of(stated: Stated) -> str:
@@ -93,7 +110,7 @@ def describe_pair(directory: Path) -> dict[str, Any]:
 
 @typed
 def describe(path: Path) -> dict[str, Any]:
-    """Describe a folder.
+    """Describe a folder or a GGUF file.
 
     Returns:
         Plain JSON values; `kind` is always present.
@@ -102,8 +119,10 @@ def describe(path: Path) -> dict[str, Any]:
         FileNotFoundError: If it is absent.
         ValueError: If it is damaged or none of the known kinds.
     """
+    if is_gguf(path):
+        return describe_gguf(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such directory")
+        raise FileNotFoundError(f"{path}: neither a directory nor a GGUF file; correct the path")
     if (path / RUN_STATE).is_file():
         return describe_checkpoint(path)
     if (path / "config.json").is_file():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dms_train.config.build import ConfigError
 from dms_train.hf.architecture import Architecture, from_hf_config
+from dms_train.hf.gguf_directory import is_gguf, read_gguf_config
 from dms_train.hf.json_files import read_config
 from dms_train.hf.options import ModelOptions
 from dms_train.hf.side_files import refuse_side_files
@@ -27,6 +28,8 @@ def _stated(model: ModelOptions) -> Architecture:
         raise ConfigError("model.path, model.architecture: set exactly one")
     try:
         directory = Path(model.path).expanduser()
+        if is_gguf(directory):
+            return from_hf_config(read_gguf_config(directory))
         if not (directory / "config.json").is_file():
             from dms_train.hf.directory import resolve  # imports torch, absent on a login node
 

@@ -11,6 +11,7 @@ from dms_train.config.build import ConfigError
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.limits import AUTO
 from dms_train.method.schedule import evicted_fraction
 from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
@@ -70,13 +71,20 @@ def ranked(
     return layout_table(config, architecture, world_size, count)
 
 
-def loaded_ratio(config: RunConfig) -> float:
-    """Return the compression ratio of the student that `run.load` names; 1 without one."""
-    if config.run.load is None:
-        return 1.0
-    from dms_train.app.start_point import find_start, with_student  # needs torch
+def with_student(config: RunConfig) -> tuple[RunConfig, float]:
+    """Read the student that `run.load` names.
 
-    return with_student(find_start(config), Path(config.run.load)).state.loaded_cr
+    Returns:
+        The configuration with the student's channel in place of `auto`, and the student's
+        compression ratio; 1 without a student.
+    """
+    if config.run.load is None:
+        return config, 1.0
+    from dms_train.app import start_point  # needs torch
+
+    start = start_point.with_student(start_point.find_start(config), Path(config.run.load))
+    method = start_point.with_known_channel(config.method, start.spec)
+    return replace(config, method=method), start.state.loaded_cr
 
 
 def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[str]:
@@ -104,6 +112,9 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
     )
     values = asdict(config.method)
     preset = values.pop("preset")
+    evicts = {"zero_neuron", "retrofit", "hold"} & set(config.stage.run)
+    if config.method.channel == AUTO and evicts:
+        values["channel"] = f"{AUTO} (ranked at the start)"
     yield f"method  {preset}: {', '.join(f'{name} {str(v).lower()}' for name, v in values.items())}"
 
 
@@ -117,7 +128,17 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
         yield f"      step channel  decision  CR target  {config.method.verb}"
         yield from (_row(stage, first_step, index) for index in _spread(stage.steps))
+        yield from _branches(stage)
         first_step += stage.steps
+
+
+def _branches(stage: Stage) -> Iterator[str]:
+    """Describe the branches that the annealing takes."""
+    for step in range(1, stage.steps):
+        ratio = stage.integer_passed(step)
+        if ratio in stage.branches:
+            steps = stage.branches[ratio].steps
+            yield f"      branch at CR {ratio}: {steps} steps, then the export cr{ratio}"
 
 
 def _action(config: RunConfig, action: Action) -> str:

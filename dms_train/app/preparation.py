@@ -9,7 +9,7 @@ from pathlib import Path
 from dms_train.app import inputs, launcher, run_folder
 from dms_train.app.export_evaluation import check_evaluation
 from dms_train.app.exporter import check_folder, check_format
-from dms_train.app.start_point import StartPoint, find_start, with_student
+from dms_train.app.start_point import StartPoint, find_start, with_known_channel, with_student
 from dms_train.app.task_evaluation import check_tasks
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
@@ -22,6 +22,7 @@ from dms_train.mcore.model.model import rope_arguments
 from dms_train.method.base import MethodSpec
 from dms_train.observe import log
 from dms_train.planning.check import check
+from dms_train.training.options import EVICTING_STAGES
 from dms_train.training.stages import Action, Stage, build_stages
 
 
@@ -49,13 +50,13 @@ def prepare(config: RunConfig) -> Prepared:
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
     rope_arguments(original.architecture)  # refuses RoPE scaling that megatron-core lacks
-    spec = config.method.spec
     start = run_folder.resume_point(config, original)
     if start is None:
         load = config.run.load
         start = original if load is None else with_student(original, Path(load))
-        start.require(spec)
+        start.require(with_known_channel(config.method, start.spec).spec)
         _check_eviction_channel(config, start)
+    spec = with_known_channel(config.method, start.spec).spec
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, start.state.loaded_cr)
     _check_data(config, start)
     _check_export(config, spec, start, stages)
@@ -129,7 +130,7 @@ def _check_packing(config: RunConfig) -> None:
     length, window = config.data.seq_length, config.method.window
     positions = [read_index(prefix).lengths - 1 for prefix in config.data.paths]
     longest = max(int(own.max()) for own in positions)
-    if {"retrofit", "hold"} & set(config.stage.run) and window >= longest:
+    if set(EVICTING_STAGES) & set(config.stage.run) and window >= longest:
         raise ConfigError(
             f"method.window={window}: the longest document of data.paths has {longest} positions, "
             "so with data.packing=true nothing could be evicted; use a smaller window or longer "
@@ -151,7 +152,7 @@ def _check_export(
         return
     options = config.stage.export
     target_cr = max(start.state.target_cr, config.stage.retrofit.target_cr)
-    check_folder(Path(config.run.dir) / "exports", options, target_cr)
+    check_folder(Path(config.run.dir) / "exports", config.stage, target_cr)
     trained = [stage for stage in stages if isinstance(stage, Stage)]
     borrows = any(stage.requires_eviction or stage.enables_eviction for stage in trained)
     compresses = borrows or start.state.eviction_enabled

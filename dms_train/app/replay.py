@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dms_train.app import run_folder
+from dms_train.app.channel_choice import choose_channel
 from dms_train.app.engine import build_engine
 from dms_train.app.preparation import Prepared, prepare
 from dms_train.app.samples import batch_source, datasets
@@ -80,6 +81,7 @@ def _lines(prepared: Prepared, view: ParallelView, described: dict[str, Any]) ->
     engine = build_engine(prepared, view)
     train, _ = datasets(prepared, view)
     source = batch_source(prepared.config, view, train)
+    choose_channel(prepared, view, engine, source)
     first = int(described["samples"][0])
     batches = source.microbatches(first)
     # the interleaved schedule needs as many microbatches as stages

@@ -12,7 +12,12 @@ from typing import Any
 import yaml
 
 from dms_train.app import launcher
-from dms_train.app.start_point import StartPoint, as_override, described_model
+from dms_train.app.start_point import (
+    StartPoint,
+    as_override,
+    described_model,
+    with_known_channel,
+)
 from dms_train.config.build import ConfigError, to_mapping
 from dms_train.config.frozen import CONFIG_FILE, require_same
 from dms_train.config.schema import RunConfig
@@ -66,15 +71,16 @@ def resume_point(
         )
     require_same(config, folder / CONFIG_FILE)
     stored = read_state(newest)
-    _require_same_method(config, newest, described_model(newest, stored)[1])
+    _, spec = described_model(newest, stored)
+    _require_same_method(config, newest, spec)
     state = TrainState.from_dict(stored)
     logger().info("resuming from %s", newest)
-    return replace(start, student=newest, spec=None, state=state, resumes=True)
+    return replace(start, student=newest, spec=spec, state=state, resumes=True)
 
 
 def _require_same_method(config: RunConfig, path: Path, trained: MethodSpec) -> None:
     """Refuse to resume a checkpoint with other constants of the method than it was trained with."""
-    configured, stored = asdict(config.method), asdict(trained)
+    configured, stored = asdict(with_known_channel(config.method, trained)), asdict(trained)
     if config.method.kind != trained.kind:
         raise ConfigError(
             f"method={config.method.preset}: {path} was trained with method={trained.preset}; "

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from dms_train.app import failures, inputs, launcher, run_folder
+from dms_train.app.channel_choice import choose_channel
 from dms_train.app.components import trainer_components
 from dms_train.app.engine import build_engine
 from dms_train.app.memory_check import check_memory
 from dms_train.app.plan import describe
 from dms_train.app.preparation import Prepared, prepare
+from dms_train.app.start_point import with_known_channel
 from dms_train.app.watch import RunWatch, end_hanging_run
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
@@ -81,7 +83,9 @@ def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
     config = prepared.config
     if config.run.dry_run:
         if launcher.rank() == 0:
-            ratio = prepared.start.state.loaded_cr
+            start = prepared.start
+            config = replace(config, method=with_known_channel(config.method, start.spec))
+            ratio = start.state.loaded_cr
             text = describe(config, prepared.architecture, launcher.world_size(), ratio)
             sys.stdout.write(f"{text}\ndry run: nothing was started\n")
         return
@@ -153,7 +157,8 @@ def _announce_kernels(config: RunConfig) -> None:
     layers.choose(config.parallel.layers, device)
     if config.parallel.cuda_graph == "always":
         graph.require_gpu(device)
-    name = dispatch.choose_train_attention(config.kernels, device)
+    decays = config.method.decays
+    name = dispatch.choose_train_attention(config.kernels, device, decays=decays)
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 
 
@@ -170,4 +175,5 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     components = trainer_components(prepared, view, engine, watch, contents)
     # closing the sinks, which may still send rows, must not delay another rank
     with contextlib.closing(components.reporter), watch.expecting_ranks(engine):
+        choose_channel(prepared, view, engine, components.source)
         return loop.run(prepared.stages[:count], prepared.start.state, components)

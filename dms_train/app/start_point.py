@@ -12,11 +12,12 @@ from dms_train.config.schema import RunConfig
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.limits import AUTO
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints.state import STATE_FILE
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import CheckpointError
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions, MethodSpec
 from dms_train.method.spec import NewerSpecError, spec_from_dict
 from dms_train.observe import log
 from dms_train.training.state import TrainState
@@ -31,7 +32,8 @@ class StartPoint:
         model_dir: Original Hugging Face weights; None when training from scratch.
         tokenizer_dir: Folder of the tokenizer files; None if unknown.
         student: Checkpoint folder or export the student continues from; None for the original.
-        spec: Constants that the student was trained with; None if its eviction channel is native.
+        spec: Constants that the student was trained with, also for a checkpoint of this run; None
+            for the original and for a student without an eviction channel.
         state: Position of the run.
         resumes: True if `student` is a checkpoint of this run, with optimizer state.
     """
@@ -59,6 +61,13 @@ class StartPoint:
             raise ConfigError(
                 f"run.load={self.student}: it was trained with other constants; add {wanted}"
             )
+
+
+def with_known_channel(method: MethodOptions, trained: MethodSpec | None) -> MethodOptions:
+    """Replace the channel `auto` by that of the student, if it has one."""
+    if method.channel != AUTO or trained is None:
+        return method
+    return method.override(channel=trained.channel)
 
 
 def as_override(value: Any) -> str:

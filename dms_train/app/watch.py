@@ -83,7 +83,7 @@ class RunWatch:
     def leave(self, *, in_order: bool = True) -> None:
         """Record that the run, or this rank's part of it, is over; later calls change nothing."""
         self.heartbeats.stop(in_order=in_order)
-        # the launcher may send it again, which would kill an interpreter that is shutting down
+        # the batch script repeats it, which would kill an interpreter that is shutting down
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:

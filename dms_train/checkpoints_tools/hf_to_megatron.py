@@ -1,4 +1,7 @@
-"""Convert a Hugging Face model to a Megatron checkpoint that any TP x PP layout can load."""
+"""Convert a Hugging Face model to a Megatron checkpoint that any TP x PP layout can load.
+
+A GGUF file of llama.cpp is dequantised to a Hugging Face directory instead.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import sys
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
+from dms_train.hf.gguf_directory import convert_gguf, is_gguf
 
 _EPILOG = """\
 example:
+  dms-import model.gguf models/model
   dms-import MODEL checkpoints/model
   torchrun --nproc-per-node 8 -m dms_train parallel=tp8 model.path=MODEL \\
       run.load=checkpoints/model 'data.paths=[data/corpus]' run.dir=outputs/cr4
@@ -27,7 +32,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", help="Hugging Face directory or hub id, dense or a retrofitted export"
+        "model",
+        help="Hugging Face directory or hub id, dense or a retrofitted export; or a GGUF file",
     )
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument(
@@ -41,15 +47,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _import(args: argparse.Namespace) -> None:
-    from dms_train.app.conversion import import_model
+    path = Path(args.model).expanduser()
+    if is_gguf(path):
+        print(f"{path}: {convert_gguf(path, args.out, dtype=args.dtype)}")
+    else:
+        from dms_train.app.conversion import import_model
 
-    import_model(
-        args.model,
-        args.out,
-        dtype=args.dtype,
-        revision=args.revision,
-        download=args.download,
-    )
+        import_model(
+            args.model,
+            args.out,
+            dtype=args.dtype,
+            revision=args.revision,
+            download=args.download,
+        )
     print(f"wrote {args.out}")
 
 

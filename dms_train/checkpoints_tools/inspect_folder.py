@@ -1,4 +1,4 @@
-"""`dms-inspect PATH`: describe a folder from its metadata, without reading weights."""
+"""`dms-inspect PATH`: describe a folder or GGUF file from its metadata, without its weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dms-inspect",
         description="Print what a folder is: a Hugging Face model (dense or retrofitted), a "
-        "Megatron checkpoint, a run or one export of a run; for an export, format, compression "
-        "ratio and constants of the method. Reads metadata only, no weights.",
+        "Megatron checkpoint, a run or one export of a run; or a GGUF file. For an export, also "
+        "format, compression ratio and constants of the method. Reads metadata only, no weights.",
         epilog="Exit status: 0, or 2 if the folder is damaged or unknown.",
     )
-    parser.add_argument("path", type=Path, help="model, checkpoint or run folder")
+    parser.add_argument("path", type=Path, help="model, checkpoint or run folder, or a GGUF file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

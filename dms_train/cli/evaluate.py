@@ -8,18 +8,24 @@ chain goes to run.dir; the same command resumes an interrupted run.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
-from dms_train.cli.harness import evaluate_tasks
+from dms_train.cli.harness import evaluate_tasks, write_benchmarks
+from dms_train.cli.perplexity import measure_perplexity
 from dms_train.evaluation.tasks.registry import all_tasks
 
 _EPILOG = """\
 other words:
   dms-eval tasks                lists the tasks and where their documents come from
   dms-eval harness MODEL        runs tasks of lm-evaluation-harness on the engine
+  dms-eval data                 writes the documents of public benchmarks as JSON lines
+  dms-eval perplexity MODEL     measures the perplexity of a text through the KV cache
+  dms-eval needles RUNS         draws accuracy of task.name=niah by context length and depth
   dms-eval report RUNS          writes tables and figures of runs of one original model
 
 budgets:
@@ -56,8 +62,14 @@ def _main(words: list[str]) -> None:
     if words[:1] == ["report"]:
         _report(words[1:])
         return
-    if words[:1] == ["harness"]:
-        evaluate_tasks(words[1:])
+    commands = {
+        "needles": _needles,
+        "harness": evaluate_tasks,
+        "data": write_benchmarks,
+        "perplexity": measure_perplexity,
+    }
+    if words and words[0] in commands:
+        commands[words[0]](words[1:])
         return
     parser = _parser("dms-eval")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
@@ -114,6 +126,37 @@ def _report(words: list[str]) -> None:
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
         print(path)
+
+
+def _needles(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="dms-eval needles",
+        description="Draw how often needles are found, by context length and depth. The runs are "
+        "of task.name=niah with one task.context_length each.",
+        epilog="example: dms-eval needles outputs/eval/niah --output outputs/eval/needles.svg",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or folders above them")
+    parser.add_argument("--bands", type=int, default=5, help="bands of depths (%(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("needles.svg"), help="figure; JSON goes beside it"
+    )
+    args = parser.parse_args(words)
+    if not 1 <= args.bands <= 40:
+        parser.error(f"--bands {args.bands}: 1 to 40, the number of depths")
+    from dms_train.evaluation.analysis.needles import needle_cells
+    from dms_train.evaluation.scaling.results import load_all
+
+    cells = needle_cells(load_all(args.runs), args.bands)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    numbers = args.output.with_suffix(".json")
+    rows = json.dumps([asdict(cell) for cell in cells], indent=1)
+    numbers.write_text(f"{rows}\n", encoding="utf-8")
+    print(numbers)
+    from dms_train.evaluation.analysis.charts import needle_chart
+
+    figure = needle_chart("Needles found, percent", cells)
+    args.output.write_text(f"{figure}\n", encoding="utf-8")
+    print(args.output)
 
 
 def _evaluate(overrides: list[str]) -> None:

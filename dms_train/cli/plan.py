@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dms_train.app.inference_plan import inference_table
 from dms_train.app.model import read_architecture
-from dms_train.app.plan import advise, describe, loaded_ratio, ranked
+from dms_train.app.plan import advise, describe, ranked, with_student
 from dms_train.cli.errors import run_main
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS, gpu
@@ -59,7 +59,8 @@ def _main(arguments: Sequence[str]) -> int:
         return 0
     advise(config, architecture, world_size)
     check(config, world_size=world_size, architecture=architecture)
-    print(describe(config, architecture, world_size, loaded_ratio(config)))
+    config, loaded_cr = with_student(config)
+    print(describe(config, architecture, world_size, loaded_cr))
     return 0
 
 
@@ -110,3 +111,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--length", type=_counts, default=[8192], metavar="N,N", help="tokens of a sequence (8192)")
     add("--cr", type=_ratios, default=[1.0, 4.0, 8.0], metavar="X,X", help="ratios (1,4,8)")
     return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

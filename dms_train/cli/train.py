@@ -80,3 +80,7 @@ def _hydra_application() -> None:
             sys.exit(code)
 
     run_point()
+
+
+if __name__ == "__main__":
+    main()

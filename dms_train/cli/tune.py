@@ -48,3 +48,7 @@ def _tune(args: argparse.Namespace) -> None:
         print(f"head size {size}, {args.dtype}:", flush=True)
         best = tuning.tune(dtype, size, device, seconds=args.seconds, note=show)
         print(f"fastest: {best.seconds * 1e3:.3f} ms, stored in {TUNED_FILE}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

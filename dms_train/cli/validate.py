@@ -110,12 +110,13 @@ def _options(args: argparse.Namespace) -> ValidateOptions:
 
 
 def _samples(args: argparse.Namespace, teacher: Path) -> TokenSamples | None:
+    if args.data is None:
+        return None
+    # after the return, because only text needs the packages of the training
     from dms_train.data.options import DataOptions
     from dms_train.data.tokens import build_valid_samples
     from dms_train.hf.directory import read_architecture
 
-    if args.data is None:
-        return None
     options = DataOptions(
         paths=(args.data,),
         split=args.split,
@@ -133,7 +134,7 @@ def _validate(args: argparse.Namespace) -> None:
     if args.data is None and args.problems is None:
         raise EvaluationError("nothing to measure on; give --data, --problems or both")
     options = _options(args)
-    from dms_train.app.export_evaluation import evaluate_export, evaluation_target
+    from dms_train.evaluation.export_comparison import evaluate_export, evaluation_target
     from dms_train.hf.directory import resolve
 
     target = evaluation_target(resolve(args.export), resolve(args.teacher), options)

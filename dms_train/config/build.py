@@ -153,7 +153,8 @@ def _dataclass(cls: type, mapping: Any, path: str, refused: _Refused) -> Any:
 def _value(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
     if isinstance(hint, UnionType):
         options = [h for h in typing.get_args(hint) if h is not NoneType]
-        return None if value is None else _value(options[0], value, path, refused)
+        chosen = next((h for h in options if type(value) is h), options[0])
+        return None if value is None else _value(chosen, value, path, refused)
     if is_dataclass(hint):
         return _dataclass(typing.cast(type, hint), value, path, refused)
     if typing.get_origin(hint) is tuple:

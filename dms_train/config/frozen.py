@@ -14,8 +14,10 @@ from dms_train.evaluation.options import SANDBOX
 from dms_train.observe.state_files import current_stage
 
 CONFIG_FILE = "config.yaml"
-# Keys that a resumed run may change, because they affect no sample, weight or decision.
+# Keys that a resumed run may change, because they affect no sample, weight or decision. The channel
+# of a resumed run is compared with its checkpoint, which has a number where this file has `auto`.
 _FREE = (
+    "method.channel",
     "observe",
     "cluster",
     "kernels",

@@ -11,8 +11,7 @@ from dataclasses import replace
 from dms_train import limits
 from dms_train.config.schema import RunConfig, StageBlock
 from dms_train.hf.formats import format_of_preset
-
-_STAGES_WITH_A_RATE = ("pretrain", "zero_neuron", "retrofit", "hold")
+from dms_train.training.options import TRAINED_STAGES
 
 
 def resolved(config: RunConfig) -> RunConfig:
@@ -28,6 +27,6 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 def _with_rates(stage: StageBlock, lr: float) -> StageBlock:
-    blocks = {name: getattr(stage, name) for name in _STAGES_WITH_A_RATE}
+    blocks = {name: getattr(stage, name) for name in TRAINED_STAGES}
     unset = {name: replace(block, lr=lr) for name, block in blocks.items() if block.lr is None}
     return replace(stage, **unset)

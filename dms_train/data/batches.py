@@ -77,6 +77,21 @@ class Batch(NamedTuple):
         """Number of positions that are not padding."""
         return self.tokens.numel() if self.documents is None else self.documents.tokens.sum()
 
+    def first(self, samples: int, length: int) -> Batch:
+        """Return the first `length` positions of the first samples; all except padding count."""
+        tokens, labels, mask = (x[:samples, :length] for x in self[:3])
+        documents, mask = None, torch.ones_like(mask)
+        if self.documents is not None:
+            # equal values of `first` stand side by side, and padding is a document of its own
+            starts = [
+                row[: min(length, int(count))]
+                for row, count in zip(self.documents.first, self.documents.tokens, strict=True)
+            ]
+            lengths = [torch.unique_consecutive(row, return_counts=True)[1] for row in starts]
+            documents = PackedDocuments.of(lengths[:samples], tokens.shape[1])
+            mask = documents.is_token.to(mask.dtype)
+        return Batch(tokens, labels, mask, self.samples[:samples], documents)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor."""
         return Batch(

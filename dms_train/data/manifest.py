@@ -19,6 +19,7 @@ from typing import Any
 
 from dms_train.data.errors import DataError
 from dms_train.data.index_file import bin_path, idx_path, read_index
+from dms_train.data.origins import UNKNOWN_TERMS, Origin, counted
 
 FORMAT_VERSION = 1
 
@@ -75,6 +76,8 @@ class Manifest:
         created_with: Version of each program that wrote it.
         loss_mask: The mask files; None when every token counts in the loss.
         preparation: Settings of the choice and rendering of documents, for commands that do both.
+        origins: Source, licence and tokens of each part; empty in a manifest that does not state
+            them (see `origins_of`).
     """
 
     format_version: int = FORMAT_VERSION
@@ -93,9 +96,10 @@ class Manifest:
     created_with: dict[str, str]
     loss_mask: LossMask | None = None
     preparation: dict[str, Any] | None = None
+    origins: tuple[Origin, ...] = ()
 
 
-_OPTIONAL = ("loss_mask", "preparation")  # not written when absent
+_OPTIONAL = ("loss_mask", "preparation", "origins")  # not written when absent
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "str": (str,),
@@ -104,6 +108,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "dict[str, str]": (dict,),
     "LossMask | None": (dict, NoneType),
     "dict[str, Any] | None": (dict, NoneType),
+    "str | None": (str, NoneType),
+    "tuple[Origin, ...]": (list,),
 }
 
 
@@ -129,7 +135,7 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
     partial = path.with_name(path.name + ".partial")
     record = asdict(manifest)
     for name in _OPTIONAL:
-        if record[name] is None:
+        if not record[name]:
             del record[name]
     try:
         with partial.open("w", encoding="utf-8") as stream:
@@ -164,12 +170,21 @@ def read_manifest(prefix: str | Path) -> Manifest:
     _check_fields(path, record, Manifest)
     for source in record["sources"]:
         _check_fields(path, source, Source)
+    for origin in record.get("origins", ()):
+        _check_fields(path, origin, Origin)
     mask = record.get("loss_mask")
     if mask is not None:
         _check_fields(path, mask, LossMask)
         mask = LossMask(**mask)
     sources = tuple(Source(**source) for source in record["sources"])
-    return Manifest(**{**record, "sources": sources, "loss_mask": mask})
+    origins = tuple(Origin(**origin) for origin in record.get("origins", ()))
+    return Manifest(**{**record, "sources": sources, "loss_mask": mask, "origins": origins})
+
+
+def origins_of(manifest: Manifest) -> tuple[Origin, ...]:
+    """Return the origins of a shard; one unknown origin if its manifest states none."""
+    unknown = counted(UNKNOWN_TERMS, manifest.bin_sha256, manifest.tokens)
+    return manifest.origins or (unknown,)
 
 
 def check_shard(prefix: str | Path, manifest: Manifest) -> None:
@@ -275,7 +290,7 @@ def check_hash(path: Path, sha256: str) -> None:
 
 
 def _check_fields(
-    path: Path, record: Any, kind: type[Manifest] | type[Source] | type[LossMask]
+    path: Path, record: Any, kind: type[Manifest | Source | LossMask | Origin]
 ) -> None:
     kinds = {field.name: _KINDS[str(field.type)] for field in fields(kind)}
     needed = {field.name for field in fields(kind) if field.default is MISSING}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from dms_train.data.manifest import (
     mask_prefix,
     write_manifest,
 )
+from dms_train.data.origins import UNKNOWN_TERMS, Origin, Terms, counted
 
 _PACKAGES = ("megatron-core", "numpy", "tokenizers", "transformers")
 
@@ -158,13 +160,17 @@ class ShardWriter:
         self._max_token_id = max(self._max_token_id, largest)
 
     def finish(
-        self, sources: tuple[Source, ...], preparation: dict[str, Any] | None = None
+        self,
+        sources: tuple[Source, ...],
+        preparation: dict[str, Any] | None = None,
+        origins: Terms | tuple[Origin, ...] = UNKNOWN_TERMS,
     ) -> Manifest:
         """Rename the files to their final names.
 
         Args:
             sources: Input files in order.
             preparation: Settings to store in the manifest as `preparation`.
+            origins: Terms of the whole shard, or the origins of a blend.
 
         Raises:
             DataError: There are no documents, or a file cannot be written.
@@ -178,6 +184,9 @@ class ShardWriter:
             for partial, _ in self._pairs():
                 _flush(partial)
             manifest = self._manifest(sources, preparation)
+            if isinstance(origins, Terms):
+                origins = (counted(origins, manifest.bin_sha256, manifest.tokens),)
+            manifest = replace(manifest, origins=origins)
             manifest_path(self._prefix).unlink(missing_ok=True)
             for path in (bin_path, idx_path):  # left by an earlier shard that had a mask
                 path(mask_prefix(self._prefix)).unlink(missing_ok=True)

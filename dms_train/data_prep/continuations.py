@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -20,26 +21,27 @@ import numpy as np
 
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import Manifest, file_sha256
+from dms_train.data.origins import UNKNOWN_TERMS, Terms
 from dms_train.data.writer import package_versions
+from dms_train.data_prep.continuation_filters import Continued, judge
 from dms_train.data_prep.conversations import LossOn, MaskedTokens
 from dms_train.data_prep.journal import Journal
 from dms_train.data_prep.overlap import EvaluationSets
 from dms_train.data_prep.progress import progress_bar
 from dms_train.data_prep.prompts import Prompt, PromptEncoder, PromptOptions
 from dms_train.data_prep.rows import Rows, Shard
-from dms_train.data_prep.samples import Outcome
 from dms_train.data_prep.shard_files import PreparedShard, shard_prefix, write_shard
+from dms_train.evaluation.verification import require_math_verify
 from dms_train.inference.options import EngineOptions, SamplingParams
 
 if TYPE_CHECKING:
     from dms_train.inference.engine import InferenceEngine
     from dms_train.inference.outputs import CompletionOutput
 
-_PACKAGES = ("dms-train", "tokenizers", "torch", "transformers")
-_ROWS_PER_COMMIT = 16
+_PACKAGES = ("dms-train", "math-verify", "tokenizers", "torch", "transformers")
 _AHEAD = 8  # rows read beyond the first unfinished one, in units of the running sequences
 _ENGINE_SETTINGS = ("policy", "policy_options", "cache", "max_model_len", "dtype")
-# Name in the manifest for each end of a continuation; "memory" leaves no document.
+# Name in the manifest for each end of a continuation.
 _ENDS = {"stop": "finished", "length": "cut", "memory": "out_of_memory"}
 
 
@@ -56,6 +58,8 @@ class ContinuationJob:
         engine: Engine options.
         loss_on: Tokens that the loss counts: the generated ones, or all.
         append_eod: Append the tokenizer's `eos_token` to every document.
+        only_finished: Leave out continuations that do not end in an end-of-text token.
+        terms: Source and licence of the prompts.
         evaluation_sets: Files whose problems must not be trained on.
         limit: Number of rows to read; None takes all.
         shard: Part of the rows to read.
@@ -70,10 +74,37 @@ class ContinuationJob:
     engine: EngineOptions
     loss_on: LossOn = LossOn.ASSISTANT
     append_eod: bool = False
+    only_finished: bool = False
+    terms: Terms = UNKNOWN_TERMS
     evaluation_sets: tuple[Path, ...] = ()
     limit: int | None = None
     shard: Shard = field(default_factory=Shard)
     overwrite: bool = False
+
+
+@dataclass(slots=True)
+class Speed:
+    """Speed of one call, without the time to load the model.
+
+    Attributes:
+        tokens: Generated tokens.
+        kept_tokens: Generated tokens of the documents.
+        seconds: Time until the last row was stored.
+    """
+
+    tokens: int = 0
+    kept_tokens: int = 0
+    seconds: float = 0.0
+
+    def line(self, device: str) -> str:
+        """Describe the speed and its cost in hours of a device, such as `GPU`."""
+        hours = self.seconds / 3600 * 1e6
+        kept = f"{hours / self.kept_tokens:.3g} per million" if self.kept_tokens else "none"
+        return (
+            f"{self.tokens} tokens generated in {self.seconds:.1f} s: "
+            f"{self.tokens / self.seconds:.0f} tokens/s, {hours / self.tokens:.3g} {device} hours "
+            f"per million tokens; {kept} kept"
+        )
 
 
 class _Model(NamedTuple):
@@ -92,19 +123,26 @@ class _Model(NamedTuple):
     stop_ids: list[int]
 
 
-def make_shard(job: ContinuationJob) -> Manifest:
+def make_shard(job: ContinuationJob, speed: Speed | None = None) -> Manifest:
     """Make one shard, or continue an interrupted call.
 
     Prompts in files are read and checked before the model is loaded.
 
+    Args:
+        job: Shard to make.
+        speed: Counters to fill.
+
     Raises:
         DataError: An input is unfit, nothing is kept, or the output cannot be written.
+        EvaluationError: Answers are to be verified and math-verify is not installed.
         InferenceError: The model cannot be run with these options.
         HFError: A file of the model is damaged, or its family is not supported.
     """
     model = _describe(job)
     sets = EvaluationSets(job.evaluation_sets)
     encoder = PromptEncoder(job.prompts, sets, model.longest)
+    if job.prompts.answer_column is not None:
+        require_math_verify()
     if job.append_eod and encoder.eos_id is None:
         raise DataError(f"{job.model}: the tokenizer has no eos_token to append")
     shard = PreparedShard(
@@ -114,11 +152,13 @@ def make_shard(job: ContinuationJob) -> Manifest:
         vocab_size=max(encoder.vocab_size, model.vocab_size),
         eod_id=encoder.eos_id if job.append_eod else None,
         loss_mask=job.loss_on is not LossOn.ALL,
-        counted=("continuations", "overlaps"),
-        rows_per_commit=_ROWS_PER_COMMIT,
+        counted=("continuations", "outcomes", "overlaps"),
+        terms=job.terms,
+        rows_per_commit=job.engine.max_num_seqs,
         overwrite=job.overwrite,
     )
-    return write_shard(shard, lambda journal: _fill(journal, job, encoder))
+    speed = Speed() if speed is None else speed
+    return write_shard(shard, lambda journal: _fill(journal, job, encoder, speed))
 
 
 def _describe(job: ContinuationJob) -> _Model:
@@ -157,6 +197,10 @@ def _settings(
         "tokenizer_sha256": file_sha256(job.model / "tokenizer.json"),
         "column": job.prompts.column,
         "chat": job.prompts.chat,
+        "suffix": job.prompts.suffix,
+        "beginning": job.prompts.beginning,
+        "answer_column": job.prompts.answer_column,
+        "only_finished": job.only_finished,
         "chat_template": encoder.chat_template,
         "template_variables": dict(job.prompts.variables),
         "loss_on": job.loss_on.value,
@@ -167,19 +211,39 @@ def _settings(
     return stored
 
 
-def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder) -> None:
+def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder, speed: Speed) -> None:
     """Add all rows of the job to the journal."""
     total = _rows_of(job)
     if total is not None:
-        for _ in _prompts(journal.next_row, job, encoder):  # refuse bad rows now, not in an hour
-            pass
+        _check_rows(journal, job, encoder)
+    prompts = _prompts(journal.next_row, job, encoder)
+    first = next(prompts, None)
+    if first is None:
+        return
+    from dms_train.inference.engine import InferenceEngine
+
+    engine = InferenceEngine(job.model, job.engine)
+    since = time.monotonic()
+    verify = job.prompts.answer_column is not None
+    outputs = _in_order(engine, job, chain([first], prompts))
     with progress_bar(total) as advance:
         advance(job.shard.size(journal.next_row), "")
-        for prompt, outputs in _continued(job, _prompts(journal.next_row, job, encoder)):
-            documents = [_document(job, encoder, prompt, output) for output in _kept(outputs)]
-            _count(journal.counts, prompt, outputs, documents)
-            journal.add(prompt.number, _record(job, prompt, outputs), documents)
+        for item in judge(outputs, only_finished=job.only_finished, verify=verify):
+            documents = [_document(job, encoder, item.prompt, output) for output in item.kept]
+            _count(journal.counts, item, documents)
+            journal.add(item.prompt.number, _record(job, item), documents)
+            speed.tokens += sum(len(one.output.token_ids) for one in item.continuations)
+            speed.kept_tokens += sum(len(output.token_ids) for output in item.kept)
+            speed.seconds = time.monotonic() - since
             advance(1, _progress(journal.counts))
+
+
+def _check_rows(journal: Journal, job: ContinuationJob, encoder: PromptEncoder) -> None:
+    """Refuse bad rows before the model is loaded, and an answer column without answers."""
+    answers = [bool(prompt.answer) for prompt in _prompts(journal.next_row, job, encoder)]
+    column = job.prompts.answer_column
+    if column is not None and journal.next_row == 0 and answers and not any(answers):
+        raise DataError(f"--answer-column {column}: no row has an answer there; correct the name")
 
 
 def _rows_of(job: ContinuationJob) -> int | None:
@@ -194,22 +258,13 @@ def _prompts(first: int, job: ContinuationJob, encoder: PromptEncoder) -> Iterat
         yield encoder.encode(row)
 
 
-def _continued(
-    job: ContinuationJob, prompts: Iterator[Prompt]
-) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
-    """Yield prompts with their continuations, in order; a rejected prompt has none."""
-    first = next(prompts, None)
-    if first is None:
-        return
-    from dms_train.inference.engine import InferenceEngine
-
-    yield from _in_order(InferenceEngine(job.model, job.engine), job, chain([first], prompts))
-
-
 def _in_order(
     engine: InferenceEngine, job: ContinuationJob, prompts: Iterator[Prompt]
 ) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
-    """Generate for `_continued`; a prompt starts as soon as an earlier one has finished."""
+    """Yield prompts with their continuations, in order; a rejected prompt has none.
+
+    A prompt starts as soon as an earlier one has finished.
+    """
     slots = job.engine.max_num_seqs
     queue: deque[tuple[Prompt, str | None]] = deque()  # from the first unfinished prompt on
     finished: dict[str | None, list[CompletionOutput]] = {None: []}
@@ -247,10 +302,6 @@ def _seed(job: ContinuationJob, prompt: Prompt) -> int:
     return int.from_bytes(drawn[:8], "big") >> 1
 
 
-def _kept(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-    return [output for output in outputs if output.finish_reason != "memory"]
-
-
 def _document(
     job: ContinuationJob, encoder: PromptEncoder, prompt: Prompt, output: CompletionOutput
 ) -> MaskedTokens:
@@ -264,16 +315,13 @@ def _document(
     return MaskedTokens(np.array(tokens, np.int32), np.array(mask, np.uint8))
 
 
-def _count(
-    counts: Counter[str],
-    prompt: Prompt,
-    outputs: list[CompletionOutput],
-    documents: list[MaskedTokens],
-) -> None:
+def _count(counts: Counter[str], item: Continued, documents: list[MaskedTokens]) -> None:
+    prompt = item.prompt
     counts["rows"] += 1
-    counts[f"rows: {_outcome(prompt)}"] += 1
-    for output in outputs:
-        counts[f"continuations: {_ENDS[output.finish_reason or '']}"] += 1
+    counts[f"rows: {item.outcome.value}"] += 1
+    for one in item.continuations:
+        counts[f"continuations: {_ENDS[one.output.finish_reason or '']}"] += 1
+        counts[f"outcomes: {one.outcome.value}"] += 1
     if prompt.overlap is not None:
         counts[f"overlaps: {prompt.overlap.label}"] += 1
     counts["documents"] += len(documents)
@@ -281,21 +329,20 @@ def _count(
     counts["loss_tokens"] += sum(int(mask.sum(dtype="int64")) for _, mask in documents)
 
 
-def _outcome(prompt: Prompt) -> str:
-    return (prompt.rejected or Outcome.KEPT).value
-
-
-def _record(
-    job: ContinuationJob, prompt: Prompt, outputs: list[CompletionOutput]
-) -> dict[str, Any]:
+def _record(job: ContinuationJob, item: Continued) -> dict[str, Any]:
     """Return the row's line of the verdicts file."""
-    row: dict[str, Any] = {"row": prompt.number, "key": prompt.key, "outcome": _outcome(prompt)}
+    prompt = item.prompt
+    row: dict[str, Any] = {"row": prompt.number, "key": prompt.key, "outcome": item.outcome.value}
     if prompt.rejected is None:
         row["prompt_tokens"] = len(prompt.tokens)
         row["seed"] = _seed(job, prompt)
         row["continuations"] = [
-            {"end": _ENDS[output.finish_reason or ""], "tokens": len(output.token_ids)}
-            for output in outputs
+            {
+                "end": _ENDS[one.output.finish_reason or ""],
+                "tokens": len(one.output.token_ids),
+                "outcome": one.outcome.value,
+            }
+            for one in item.continuations
         ]
     if prompt.overlap is not None:
         row["overlap"] = prompt.overlap._asdict()

@@ -12,6 +12,7 @@ from typing import Any
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import Manifest
 from dms_train.data_prep import chat_rows, openr1
+from dms_train.data_prep.arguments import add_terms, terms_of
 from dms_train.data_prep.conversation_files import (
     Choice,
     ConversationJob,
@@ -21,6 +22,7 @@ from dms_train.data_prep.conversations import ChatOptions, LossOn
 from dms_train.data_prep.openr1 import Filter
 from dms_train.data_prep.rows import HubOptions, Shard, open_rows
 from dms_train.data_prep.shard_files import shard_prefix, verdicts_path
+from dms_train.hf.gguf_directory import local_directory
 from dms_train.hf.text_files import read_text
 
 RESUMES = "run the same command to continue"
@@ -76,7 +78,7 @@ def _common(
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, parents=[rows, shared])
     add = parser.add_argument
-    add("inputs", nargs="+", help=".parquet, .jsonl, .json or .csv files, or one hub id")
+    add("inputs", nargs="+", help=".parquet, .jsonl, .json or .csv files, folders, or one hub id")
     add("--tokenizer", required=True, metavar="DIR", help="local Hugging Face directory")
     add("--min-tokens", type=int, default=1, help="leave shorter documents out")
     add("--max-tokens", type=int, help="leave longer documents out")
@@ -88,6 +90,7 @@ def row_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="PREFIX")
+    add_terms(parser)
     add(
         "--loss-on",
         choices=[choice.value for choice in LossOn],
@@ -186,7 +189,7 @@ def _choice(args: argparse.Namespace, *, every_trace: bool) -> Choice:
 def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
     template = None if args.chat_template is None else read_text(args.chat_template)
     chat = ChatOptions(
-        tokenizer=args.tokenizer,
+        tokenizer=str(local_directory(args.tokenizer)),
         chat_template=template,
         variables=tuple(args.template_variable),
         loss_on=LossOn(args.loss_on),
@@ -197,6 +200,7 @@ def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "chat": chat,
         "evaluation_sets": tuple(args.evaluation_set),
         "shard": args.shard,
+        "terms": terms_of(args),
         "workers": args.workers,
         "overwrite": args.overwrite,
     }

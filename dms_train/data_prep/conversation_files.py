@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dms_train.data.manifest import Manifest, file_sha256
+from dms_train.data.origins import UNKNOWN_TERMS, Terms
 from dms_train.data.writer import package_versions
 from dms_train.data_prep.conversations import (
     ChatOptions,
@@ -64,6 +65,7 @@ class ConversationJob:
         evaluation_sets: Files whose problems must not be trained on.
         shard: Part of the rows to read.
         verify: True to verify traces.
+        terms: Source and licence of the rows.
         workers: Number of processes for verification, and for tokenisation.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
@@ -78,6 +80,7 @@ class ConversationJob:
     evaluation_sets: tuple[Path, ...] = ()
     shard: Shard = field(default_factory=Shard)
     verify: bool = False
+    terms: Terms = UNKNOWN_TERMS
     workers: int = 1
     overwrite: bool = False
 
@@ -101,6 +104,7 @@ def make_shard(job: ConversationJob) -> Manifest:
         eod_id=encoder.eod_id,
         loss_mask=job.chat.loss_on is not LossOn.ALL,
         counted=("traces", "overlaps"),
+        terms=job.terms,
         overwrite=job.overwrite,
     )
     return write_shard(shard, lambda journal: _fill(journal, job, encoder, sets))

@@ -1,9 +1,9 @@
-"""Reader of `.txt` and `.jsonl` files that yields one document at a time, in order."""
+"""Reader of text and `.jsonl` files that yields one document at a time, in order."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from dms_train.hf.text_files import decode_text
 
 Message = dict[str, str]
 
+TEXT_TYPES = (".txt", ".md", ".rst", ".tex")
+DOCUMENT_TYPES = (*TEXT_TYPES, ".jsonl")
 WHOLE_FILE, BLANK_LINE, EVERY_LINE = "whole file", "blank line", "every line"
 
 
@@ -22,13 +24,16 @@ class InputRule:
     """Rule that divides input files into documents.
 
     Attributes:
-        text_split: End of a document in a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or
+        text_split: End of a document in a text file: `WHOLE_FILE`, `BLANK_LINE` or
             `EVERY_LINE`.
+        passage: Fewest characters of a document in a text file, which then ends at the end of a
+            line; the last document of a file may be shorter. None divides by `text_split`.
         text_key: Field of a `.jsonl` row with the text.
         messages_key: Field of a `.jsonl` row with a conversation, used in place of `text_key`.
     """
 
     text_split: str = WHOLE_FILE
+    passage: int | None = None
     text_key: str = "text"
     messages_key: str | None = None
 
@@ -55,12 +60,37 @@ def read_documents(path: Path, rule: InputRule) -> Iterator[Document]:
     """
     if path.suffix == ".jsonl":
         yield from _json_lines(path, rule)
-    elif path.suffix == ".txt":
-        for document in _text(path, rule.text_split):
+    elif path.suffix in TEXT_TYPES:
+        for document in _text(path, rule):
             if str(document.content).strip():
                 yield document
     else:
-        raise DataError(f"{path}: unknown file type; give .txt or .jsonl files")
+        raise DataError(f"{path}: unknown file type; give {', '.join(DOCUMENT_TYPES)} files")
+
+
+def files_below(inputs: Iterable[Path], types: tuple[str, ...]) -> list[Path]:
+    """Return the inputs, each folder replaced by its files of some types, sorted by path.
+
+    Files and folders with a name that begins with a dot are left out.
+
+    Raises:
+        DataError: A folder has no such file.
+    """
+    files: list[Path] = []
+    for path in inputs:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inner = sorted(file for file in path.rglob("*") if _is_input(file, path, types))
+        if not inner:
+            raise DataError(f"{path}: no {', '.join(types)} file in this folder")
+        files += inner
+    return files
+
+
+def _is_input(file: Path, folder: Path, types: tuple[str, ...]) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.suffix in types and not hidden and file.is_file()
 
 
 def _lines(path: Path) -> Iterator[Document]:
@@ -74,23 +104,34 @@ def _lines(path: Path) -> Iterator[Document]:
             yield Document(f"{path}:{number}", text, len(line))
 
 
-def _text(path: Path, split: str) -> Iterator[Document]:
+def _text(path: Path, rule: InputRule) -> Iterator[Document]:
     group: list[Document] = []
+    length = 0
     for line in _lines(path):
-        if split == EVERY_LINE:
+        if rule.text_split == EVERY_LINE:
             yield line._replace(content=str(line.content).rstrip("\r\n"))
             continue
         group.append(line)
-        if split == BLANK_LINE and not str(line.content).strip():
-            yield _join(group, split)
-            group = []
+        length += len(line.content)
+        if _ends(line, length, rule):
+            yield _join(group, rule)
+            group, length = [], 0
     if group:
-        yield _join(group, split)
+        yield _join(group, rule)
 
 
-def _join(lines: list[Document], split: str) -> Document:
+def _ends(line: Document, length: int, rule: InputRule) -> bool:
+    """Return whether a document of `length` characters ends with its newest line."""
+    if rule.passage is not None:
+        return length >= rule.passage
+    return rule.text_split == BLANK_LINE and not str(line.content).strip()
+
+
+def _join(lines: list[Document], rule: InputRule) -> Document:
     text = "".join(str(line.content) for line in lines)
-    if split == BLANK_LINE:
+    if rule.passage is not None:
+        text = text.lstrip("\r\n")
+    elif rule.text_split == BLANK_LINE:
         text = text.rstrip()
     return Document(lines[0].where, text, sum(line.size for line in lines))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dms_train.data.errors import DataError
-from dms_train.data.manifest import Manifest, Source, check_bin_hash
+from dms_train.data.manifest import Manifest, Source, check_bin_hash, origins_of
+from dms_train.data.origins import Origin, taken
 from dms_train.data.reader import ShardReader
 from dms_train.data.writer import ShardWriter
 
@@ -60,26 +61,36 @@ def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -
         float(reader.manifest.tokens) if part.weight is None else part.weight
         for part, reader in zip(parts, readers, strict=True)
     ]
-    taken = [0] * len(parts)
+    documents, tokens = [0] * len(parts), [0] * len(parts)
     for part, reader in zip(parts, readers, strict=True):
         check_bin_hash(part.prefix, reader.manifest)  # the new hash would hide damage
     with ShardWriter(
         output,
-        vocab_size=first.vocab_size,
+        vocab_size=max(reader.manifest.vocab_size for reader in readers),
         eod_id=first.eod_id,
         tokenizer_sha256=first.tokenizer_sha256,
         loss_mask=any(reader.manifest.loss_mask is not None for reader in readers),
         overwrite=overwrite,
     ) as writer:
         for pick in _order(readers, weights, seed, all_of_them=parts[0].weight is None):
-            writer.add(*readers[pick.part][pick.document])
-            taken[pick.part] += 1
+            document = readers[pick.part][pick.document]
+            writer.add(*document)
+            documents[pick.part] += 1
+            tokens[pick.part] += len(document.tokens)
         sources = tuple(
             Source(name=part.prefix.name, sha256=reader.manifest.bin_sha256, rows=count)
-            for part, reader, count in zip(parts, readers, taken, strict=True)
+            for part, reader, count in zip(parts, readers, documents, strict=True)
         )
-        given = [part.weight for part in parts]
-        return writer.finish(sources, {"settings": {"command": "mix", "weights": given}})
+        settings = {"command": "mix", "weights": [part.weight for part in parts]}
+        return writer.finish(sources, {"settings": settings}, _origins(readers, tokens))
+
+
+def _origins(readers: list[ShardReader], tokens: list[int]) -> tuple[Origin, ...]:
+    """Return the origins of the tokens that were taken from each shard."""
+    parts = zip(readers, tokens, strict=True)
+    return tuple(
+        one for reader, count in parts for one in taken(origins_of(reader.manifest), count)
+    )
 
 
 def _check_together(parts: list[Part], readers: list[ShardReader]) -> None:

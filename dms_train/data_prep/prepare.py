@@ -26,19 +26,22 @@ from dms_train.data.manifest import (
     file_sha256,
     read_manifest,
 )
+from dms_train.data.origins import UNKNOWN_TERMS, Terms
 from dms_train.data.writer import ShardWriter
 from dms_train.data_prep import (
     conversation_commands,
     generate_command,
     shard_commands,
 )
-from dms_train.data_prep.arguments import count
+from dms_train.data_prep.arguments import add_terms, count, terms_of
 from dms_train.data_prep.documents import (
     BLANK_LINE,
+    DOCUMENT_TYPES,
     EVERY_LINE,
     WHOLE_FILE,
     Document,
     InputRule,
+    files_below,
     read_documents,
 )
 from dms_train.data_prep.encode import DocumentEncoder, EncoderOptions, encode_in_order
@@ -47,11 +50,14 @@ from dms_train.data_prep.exam_sheets import held_out_problems
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
 from dms_train.data_prep.token_arrays import ArrayJob, write_arrays
+from dms_train.hf.gguf_directory import local_directory
 from dms_train.hf.text_files import read_text
 
 _EPILOG = """\
 examples:
   dms-data tokenize --tokenizer MODEL --append-eod --output data/corpus corpus.jsonl
+  dms-data tokenize --tokenizer MODEL --append-eod --output data/books --workers 4 \\
+      --source https://openstax.org --license CC-BY-4.0 textbooks/
   dms-data openr1 --tokenizer MODEL --output data/openr1 --workers 8 openr1/*.parquet
   dms-data check data/corpus
 
@@ -77,6 +83,7 @@ class TokenizeJob:
         encoder: Options of the conversion to tokens.
         workers: Number of tokenising processes.
         limit: Largest number of documents; None takes all.
+        terms: Source and licence of the text.
         overwrite: Replace an existing shard.
     """
 
@@ -86,6 +93,7 @@ class TokenizeJob:
     encoder: EncoderOptions
     workers: int = 1
     limit: int | None = None
+    terms: Terms = UNKNOWN_TERMS
     overwrite: bool = False
 
 
@@ -130,7 +138,8 @@ def tokenize_files(job: TokenizeJob) -> Manifest:
                 writer.add(ids)
             advance(encoded.size, f"{sum(rows.values())} documents")
         return writer.finish(
-            tuple(Source(name=p.name, sha256=file_sha256(p), rows=rows[p]) for p in job.inputs)
+            tuple(Source(name=p.name, sha256=file_sha256(p), rows=rows[p]) for p in job.inputs),
+            origins=job.terms,
         )
 
 
@@ -144,13 +153,16 @@ def _documents(job: TokenizeJob, rows: Counter[Path]) -> Iterator[Document]:
 def _run_tokenize(args: argparse.Namespace) -> None:
     template = None if args.chat_template is None else read_text(args.chat_template)
     job = TokenizeJob(
-        inputs=tuple(args.inputs),
+        inputs=tuple(files_below(args.inputs, DOCUMENT_TYPES)),
         output=args.output,
         rule=InputRule(
-            text_split=args.text_split, text_key=args.text_key, messages_key=args.messages_key
+            text_split=args.text_split,
+            passage=args.passages,
+            text_key=args.text_key,
+            messages_key=args.messages_key,
         ),
         encoder=EncoderOptions(
-            tokenizer=args.tokenizer,
+            tokenizer=str(local_directory(args.tokenizer)),
             append_eod=args.append_eod or args.eod_token is not None,
             eod_token=args.eod_token,
             add_bos=args.add_bos,
@@ -158,6 +170,7 @@ def _run_tokenize(args: argparse.Namespace) -> None:
         ),
         workers=args.workers,
         limit=args.limit,
+        terms=terms_of(args),
         overwrite=args.overwrite,
     )
     _report(args.output, tokenize_files(job))
@@ -167,8 +180,9 @@ def _run_arrays(args: argparse.Namespace) -> None:
     job = ArrayJob(
         inputs=tuple(args.inputs),
         output=args.output,
-        tokenizer=args.tokenizer,
+        tokenizer=local_directory(args.tokenizer),
         eod_id=args.eod_id,
+        terms=terms_of(args),
         overwrite=args.overwrite,
     )
     _report(args.output, write_arrays(job), hint=False)
@@ -281,8 +295,14 @@ def _add_tokenize(
         "tokenize", parents=[shared], help="make a shard from text", description=_TOKENIZE
     )
     add = parser.add_argument
-    add("inputs", nargs="+", type=Path, help=".txt or .jsonl files")
+    add(
+        "inputs",
+        nargs="+",
+        type=Path,
+        help=f"{', '.join(DOCUMENT_TYPES)} files, or folders, of which all such files are read",
+    )
     add("--output", type=Path, required=True, metavar="PREFIX")
+    add_terms(parser)
     add("--tokenizer", required=True, metavar="DIR", help="local Hugging Face directory")
     add("--append-eod", action="store_true", help="end documents in the end-of-document token")
     add("--eod-token", help="that token; default eos_token; implies --append-eod")
@@ -296,6 +316,12 @@ def _add_tokenize(
     rules = {"--split-on-blank-line": BLANK_LINE, "--document-per-line": EVERY_LINE}
     for flag, rule in rules.items():
         split.add_argument(flag, dest="text_split", action="store_const", const=rule)
+    split.add_argument(
+        "--passages",
+        type=count,
+        metavar="N",
+        help="cut text files at line ends into documents of at least N characters",
+    )
     parser.set_defaults(run=_run_tokenize, text_split=WHOLE_FILE)
 
 
@@ -306,6 +332,7 @@ def _add_arrays(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, help=".npy or .npz files")
     add("--output", type=Path, required=True, metavar="PREFIX")
+    add_terms(parser)
     add("--tokenizer", type=Path, required=True, metavar="DIR", help="that the ids belong to")
     add("--eod-id", type=int, help="token that ends every document, which is checked")
     add("--overwrite", action="store_true", help="replace existing output")

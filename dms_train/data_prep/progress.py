@@ -22,11 +22,11 @@ def progress_bar(total: int | None) -> Iterator[Advance]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield lambda num_rows, text: None
+        yield lambda amount, text: None
         return
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     console = Console(stderr=True)
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("", total=total)
-        yield lambda num_rows, text: progress.update(task, advance=num_rows, description=text)
+        yield lambda amount, text: progress.update(task, advance=amount, description=text)

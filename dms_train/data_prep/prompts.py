@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,33 @@ from dms_train.data_prep.rows import Row, Shard
 from dms_train.data_prep.samples import Outcome
 
 COLUMNS = ("prompt", "messages")
+_DOCUMENT_COLUMN = "text"
+_ANSWER_MARK = "####"  # of GSM8K, whose answers are whole solutions
+_CHARACTERS_PER_TOKEN = 8  # more than text has on average
+
+
+class Beginning(NamedTuple):
+    """Length of a document's beginning that the model continues.
+
+    Attributes:
+        shortest: Fewest tokens; shorter documents are left out.
+        longest: Most tokens.
+        seed: Seed of the lengths.
+    """
+
+    shortest: int
+    longest: int
+    seed: int = 0
+
+    @property
+    def passage(self) -> int:
+        """Characters of a passage, into which text files are cut."""
+        return _CHARACTERS_PER_TOKEN * self.longest
+
+    def draw(self, row: int, tokens: int) -> int:
+        """Return the length for a document, uniform from `shortest` to at most `longest`."""
+        last = min(self.longest, tokens)
+        return random.Random(f"{self.seed} {row}").randint(self.shortest, last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +56,9 @@ class PromptOptions:
         tokenizer: Local directory of the model.
         column: Column of the prompt; None takes the first of `COLUMNS` that a row has.
         chat: True to make a text a user turn.
+        suffix: Text that is appended to a text prompt.
+        beginning: Length of the part that the model continues; None for the whole text.
+        answer_column: Column of the answer to the prompt; None for rows without answers.
         chat_template: Jinja text; None takes the tokenizer's template.
         variables: Names and values to pass to the template.
     """
@@ -35,13 +66,18 @@ class PromptOptions:
     tokenizer: str
     column: str | None = None
     chat: bool = False
+    suffix: str = ""
+    beginning: Beginning | None = None
+    answer_column: str | None = None
     chat_template: str | None = None
     variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that may hold the prompt."""
-        return COLUMNS if self.column is None else (self.column,)
+        if self.column is not None:
+            return (self.column,)
+        return COLUMNS if self.beginning is None else (_DOCUMENT_COLUMN,)
 
 
 class Prompt(NamedTuple):
@@ -54,6 +90,7 @@ class Prompt(NamedTuple):
         tokens: Tokens that the model continues; empty for a rejected row.
         rejected: Reason for leaving the row out; None if it is kept.
         overlap: Overlap with an evaluation set.
+        answer: Right answer; empty if it is unknown.
     """
 
     number: int
@@ -62,6 +99,7 @@ class Prompt(NamedTuple):
     tokens: list[int]
     rejected: Outcome | None = None
     overlap: Overlap | None = None
+    answer: str = ""
 
 
 class EmptyPrompts:
@@ -143,9 +181,21 @@ class PromptEncoder:
         if overlap is not None:
             return rejected._replace(rejected=Outcome.EVALUATION_OVERLAP, overlap=overlap)
         tokens = self._tokens(row.where, content)
+        beginning = self._options.beginning
+        if beginning is not None:
+            if len(tokens) < beginning.shortest:
+                return rejected._replace(rejected=Outcome.TOO_SHORT)
+            tokens = tokens[: beginning.draw(row.number, len(tokens))]
         if len(tokens) >= self._longest:
             return rejected._replace(rejected=Outcome.TOO_LONG)
-        return rejected._replace(tokens=tokens)
+        return rejected._replace(tokens=tokens, answer=self._answer(row))
+
+    def _answer(self, row: Row) -> str:
+        column = self._options.answer_column
+        value = None if column is None else row.values.get(column)
+        text = "" if value is None else str(value)
+        _, mark, answer = text.rpartition(_ANSWER_MARK)
+        return answer.replace(",", "").strip() if mark else text.strip()
 
     def _content(self, row: Row) -> str | list[Message] | None:
         """Return text, or messages without final assistant turns; None if the row has neither."""
@@ -163,10 +213,13 @@ class PromptEncoder:
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             return messages or None
-        text = checked_text(row.where, value)
-        return [{"role": "user", "content": text}] if self._options.chat else text
+        return checked_text(row.where, value)
 
     def _tokens(self, where: str, content: str | list[Message]) -> list[int]:
+        if isinstance(content, str):
+            content += self._options.suffix
+            if self._options.chat:
+                content = [{"role": "user", "content": content}]
         if isinstance(content, str):
             return self._ids(where, content, special=True) or self._beginning(where)
         text = self.template().apply(where, content, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""Readers of parquet, JSON and CSV files and hub data sets that can start at any row.
+"""Readers of parquet, JSON, CSV and text files and hub data sets that can start at any row.
 
 `datasets` reads only the hub here. For local files it would guess types (`007` becomes 7.0, `NA`
 becomes None, dates become objects), and its errors name neither file nor line.
@@ -10,20 +10,25 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import Source, file_sha256
-from dms_train.data_prep.documents import EVERY_LINE, InputRule, read_documents
+from dms_train.data_prep.documents import (
+    EVERY_LINE,
+    TEXT_TYPES,
+    InputRule,
+    files_below,
+    read_documents,
+)
 from dms_train.hf.errors import HFError
 from dms_train.hf.row_files import csv_rows, json_array, json_line, numbered_lines
 
 _ROWS_PER_BATCH = 64
 _FILE_TYPES = (".parquet", ".jsonl", ".json", ".csv")
-_LINES = ".txt"
-_EVERY_LINE = InputRule(text_split=EVERY_LINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -92,41 +97,79 @@ class HubOptions:
     allow_network: bool = False
 
 
+class TextRows(NamedTuple):
+    """Rule that makes rows of text files; a row has the text in the first column.
+
+    Attributes:
+        types: Suffixes of the files.
+        read: Function that yields the texts of a file.
+    """
+
+    types: tuple[str, ...]
+    read: Callable[[Path], Iterator[str]]
+
+
+def _texts(path: Path, rule: InputRule) -> Iterator[str]:
+    return (str(document.content) for document in read_documents(path, rule))
+
+
+LINES = TextRows((".txt",), partial(_texts, rule=InputRule(text_split=EVERY_LINE)))
+"""Each line of a `.txt` file is a row; blank lines are left out."""
+
+
+def passages(size: int) -> TextRows:
+    """Return the rule that cuts text files into passages.
+
+    Args:
+        size: Fewest characters of a passage, which ends at the end of a line; the last passage of a
+            file may be shorter.
+    """
+    return TextRows(TEXT_TYPES, partial(_texts, rule=InputRule(passage=size)))
+
+
 def open_rows(
-    inputs: list[str], columns: tuple[str, ...], hub: HubOptions, *, lines: bool = False
+    inputs: list[str], columns: tuple[str, ...], hub: HubOptions, text: TextRows | None = None
 ) -> Rows:
     """Return the rows of local files, or of one data set of the hub.
 
     Args:
-        inputs: `.parquet`, `.jsonl`, `.json` and `.csv` files in order, or one hub id `owner/name`.
+        inputs: `.parquet`, `.jsonl`, `.json` and `.csv` files in order, folders of such files, or
+            one hub id `owner/name`.
         columns: Columns to read.
         hub: Options for a hub id.
-        lines: Also accept `.txt` files; their lines become the first column, without blank lines.
+        text: Rule for text files; None accepts none.
 
     Raises:
         DataError: A file has another type or cannot be read, or the data set is not in the cache.
         OSError: A file is missing.
     """
-    if len(inputs) == 1 and _is_hub_id(inputs[0]):
+    types = _types(text)
+    if len(inputs) == 1 and _is_hub_id(inputs[0], types):
         return HubRows(inputs[0], columns, hub)
-    return FileRows([Path(name) for name in inputs], columns, lines=lines)
+    return FileRows(files_below(map(Path, inputs), types), columns, text)
 
 
-def _is_hub_id(name: str) -> bool:
-    looks = _HUB_ID.fullmatch(name) is not None and Path(name).suffix not in (*_FILE_TYPES, _LINES)
+def _types(text: TextRows | None) -> tuple[str, ...]:
+    return _FILE_TYPES if text is None else (*_FILE_TYPES, *text.types)
+
+
+def _is_hub_id(name: str, types: tuple[str, ...]) -> bool:
+    looks = _HUB_ID.fullmatch(name) is not None and Path(name).suffix not in types
     return looks and not Path(name).exists()
 
 
 class FileRows:
     """Rows of local files; all files are hashed and counted first."""
 
-    def __init__(self, paths: list[Path], columns: tuple[str, ...], *, lines: bool = False) -> None:
-        """Hash and count the files; `lines` as in `open_rows`."""
+    def __init__(
+        self, paths: list[Path], columns: tuple[str, ...], text: TextRows | None = None
+    ) -> None:
+        """Hash and count the files; `text` as in `open_rows`."""
         self._paths = paths
         self._columns = columns
-        types = (*_FILE_TYPES, _LINES) if lines else _FILE_TYPES
+        self._text = text
         try:
-            counts = [_count(path, types) for path in paths]
+            counts = [_count(path, text) for path in paths]
         except HFError as error:
             raise DataError(str(error)) from None
         self._starts = [0, *accumulate(counts)]
@@ -148,27 +191,34 @@ class FileRows:
                 return start + inner >= first and shard.holds(start + inner)
 
             try:
-                for inner, values in _READERS[path.suffix](path, self._columns, wanted):
+                for inner, values in self._numbered(path, wanted):
                     yield Row(start + inner, source, f"{path}: row {inner}", values)
             except HFError as error:
                 raise DataError(str(error)) from None
+
+    def _numbered(self, path: Path, wanted: _Wanted) -> _Numbered:
+        if self._text is None or path.suffix not in self._text.types:
+            return _READERS[path.suffix](path, self._columns, wanted)
+        texts = enumerate(self._text.read(path))
+        return ((n, {self._columns[0]: text}) for n, text in texts if wanted(n))
 
 
 _Numbered = Iterator[tuple[int, dict[str, Any]]]
 _Wanted = Callable[[int], bool]
 
 
-def _count(path: Path, types: tuple[str, ...]) -> int:
+def _count(path: Path, text: TextRows | None) -> int:
+    types = _types(text)
     if path.suffix not in types:
         raise DataError(f"{path}: unknown file type; give {', '.join(types)} files or a hub id")
+    if text is not None and path.suffix in text.types:
+        return sum(1 for _ in text.read(path))
     if path.suffix == ".parquet":
         return int(_parquet(path).metadata.num_rows)
     if path.suffix == ".jsonl":
         return sum(1 for _ in numbered_lines(path))
     if path.suffix == ".csv":
         return sum(1 for _ in csv_rows(path))
-    if path.suffix == _LINES:
-        return sum(1 for _ in read_documents(path, _EVERY_LINE))
     return len(json_array(path))
 
 
@@ -221,18 +271,11 @@ def _read_csv(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbere
     return ((n, dict(values)) for n, values in enumerate(csv_rows(path)) if wanted(n))
 
 
-def _read_text(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
-    for number, line in enumerate(read_documents(path, _EVERY_LINE)):
-        if wanted(number):
-            yield number, {columns[0]: line.content}
-
-
 _READERS = {
     ".parquet": _read_parquet,
     ".jsonl": _read_lines,
     ".json": _read_array,
     ".csv": _read_csv,
-    _LINES: _read_text,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -14,8 +15,8 @@ from dms_train.evaluation.answers import Attempt
 class Outcome(StrEnum):
     """Outcome of a trace or a row, from the first check to the last.
 
-    A row takes the last outcome of its traces in the order below. The names from
-    `crashed` to `wrong` are those of `evaluation.answers.Verdict`.
+    A row takes the outcome of the trace that passed the most checks. The names from `crashed` to
+    `wrong` are those of `evaluation.answers.Verdict`.
     """
 
     OPEN = "open"
@@ -24,6 +25,7 @@ class Outcome(StrEnum):
     FLAG_MISMATCH = "flag_mismatch"
     FLAG_FALSE = "flag_false"
     INCOMPLETE = "incomplete"
+    OUT_OF_MEMORY = "out_of_memory"
     CRASHED = "crashed"
     TIMEOUT = "timeout"
     UNREADABLE_GOLD = "unreadable_gold"
@@ -37,6 +39,11 @@ class Outcome(StrEnum):
 
 
 _ORDER = {outcome: rank for rank, outcome in enumerate(Outcome)}
+
+
+def latest(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the outcome of a row whose traces or continuations have these outcomes."""
+    return max(outcomes, key=lambda outcome: _ORDER[outcome])
 
 
 @dataclass(slots=True)
@@ -90,7 +97,7 @@ class Sample:
         """Return the outcome of the row."""
         if self.rejected is not None:
             return self.rejected
-        return max((trace.outcome for trace in self.traces), key=lambda one: _ORDER[one])
+        return latest(trace.outcome for trace in self.traces)
 
     def record(self) -> dict[str, Any]:
         """Return the row's line of the verdicts file."""

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.data.errors import DataError
-from dms_train.data.manifest import Manifest, Source, file_sha256, manifest_path, read_manifest
+from dms_train.data.manifest import (
+    Manifest,
+    Source,
+    file_sha256,
+    manifest_path,
+    read_manifest,
+    write_manifest,
+)
+from dms_train.data.origins import UNKNOWN_TERMS, Terms, counted
 from dms_train.data.writer import ShardWriter
 from dms_train.data_prep.journal import Journal
 from dms_train.data_prep.rows import Shard
@@ -27,6 +35,7 @@ class PreparedShard:
         eod_id: Token that ends every document; None when none was appended.
         loss_mask: True if the loss counts only some tokens.
         counted: Names of the groups of counts for the manifest, besides the outcomes of the rows.
+        terms: Source and licence of the rows.
         rows_per_commit: Largest number of rows that a kill can lose.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
@@ -38,6 +47,7 @@ class PreparedShard:
     eod_id: int | None
     loss_mask: bool
     counted: tuple[str, ...]
+    terms: Terms = UNKNOWN_TERMS
     rows_per_commit: int = 256
     overwrite: bool = False
 
@@ -57,7 +67,8 @@ def verdicts_path(prefix: Path) -> Path:
 def write_shard(shard: PreparedShard, fill: Callable[[Journal], None]) -> Manifest:
     """Make a shard, or continue an interrupted call.
 
-    A shard that exists with the same settings is left as it is.
+    A shard that exists with the same settings keeps its documents; its manifest gets the terms of
+    this call.
 
     Args:
         shard: Shard to make.
@@ -73,7 +84,7 @@ def write_shard(shard: PreparedShard, fill: Callable[[Journal], None]) -> Manife
     if manifest_path(prefix).exists() and not shard.overwrite:
         manifest = read_manifest(prefix)
         if manifest.preparation is not None and manifest.preparation["settings"] == shard.settings:
-            return manifest
+            return _with_terms(prefix, manifest, shard.terms)
         raise DataError(
             f"{prefix}: exists already, made with other settings; pass --overwrite to replace it"
         )
@@ -89,6 +100,16 @@ def write_shard(shard: PreparedShard, fill: Callable[[Journal], None]) -> Manife
         manifest = _finish(journal, shard)
         journal.remove()
     return manifest
+
+
+def _with_terms(prefix: Path, manifest: Manifest, terms: Terms) -> Manifest:
+    """Return the manifest with these terms, and store it if they have changed."""
+    stated = (counted(terms, manifest.bin_sha256, manifest.tokens),)
+    if stated == manifest.origins:
+        return manifest
+    changed = replace(manifest, origins=stated)
+    write_manifest(prefix, changed)
+    return changed
 
 
 def _finish(journal: Journal, shard: PreparedShard) -> Manifest:
@@ -116,7 +137,7 @@ def _finish(journal: Journal, shard: PreparedShard) -> Manifest:
             "loss_tokens": journal.counts["loss_tokens"],
             "verdicts_sha256": file_sha256(verdicts),
         }
-        return writer.finish(_sources(journal, shard), preparation)
+        return writer.finish(_sources(journal, shard), preparation, shard.terms)
 
 
 def _part(journal: Journal, kind: str) -> dict[str, int]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import Manifest, Source, file_sha256
+from dms_train.data.origins import UNKNOWN_TERMS, Terms
 from dms_train.data.writer import ShardWriter
 from dms_train.data_prep.encode import load_tokenizer
 
@@ -30,6 +31,7 @@ class ArrayJob:
         output: Prefix of the files to write.
         tokenizer: Directory of the tokenizer that the ids belong to.
         eod_id: Token that ends every document; None if there is none.
+        terms: Source and licence of the text.
         overwrite: Replace an existing shard.
     """
 
@@ -37,6 +39,7 @@ class ArrayJob:
     output: Path
     tokenizer: Path
     eod_id: int | None = None
+    terms: Terms = UNKNOWN_TERMS
     overwrite: bool = False
 
 
@@ -66,7 +69,7 @@ def write_arrays(job: ArrayJob) -> Manifest:
                     )
                 writer.add(document)
             sources.append(Source(name=path.name, sha256=file_sha256(path), rows=count))
-        return writer.finish(tuple(sources))
+        return writer.finish(tuple(sources), origins=job.terms)
 
 
 def _documents(path: Path) -> Iterator[npt.NDArray[np.int32]]:

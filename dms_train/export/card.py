@@ -18,6 +18,7 @@ import yaml
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
+from dms_train.hf.gguf_directory import describe_types, is_gguf, read_gguf_record
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 from dms_train.tables import markdown_table
@@ -25,8 +26,11 @@ from dms_train.tables import markdown_table
 CARD_FILE = "README.md"
 UNKNOWN = "unknown"
 _NO_TITLES = ("", "")
+_HASH_DIGITS = 16
 POOLED_FROM = "pooled_kv_heads"
 """Key of an export's provenance: KV heads of the base model, if they were averaged."""
+TRAINING_DATA = "training_data"
+"""Key of an export's provenance: for each run that trained it, the origins of its text."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Keys of the base model's front matter that hold for the retrofitted model, too.
 _INHERITED = ("license", "license_name", "license_link", "language")
@@ -55,11 +59,13 @@ class BaseModel:
         name: Hub id or name of its folder; None for a model trained from scratch.
         hub_id: Its id on the hub, if the run named the model by its id.
         front_matter: Inherited keys of the model's own card.
+        converted: Phrase that states the conversion of a GGUF file; None for other models.
     """
 
     name: str | None = None
     hub_id: str | None = None
     front_matter: dict[str, Any] = field(default_factory=dict)
+    converted: str | None = None
 
     @property
     def license(self) -> str:
@@ -72,19 +78,23 @@ def read_base(model: str | None) -> BaseModel:
     """Describe a base model from its directory, or from the local hub cache; no network.
 
     Args:
-        model: Directory or hub id; None for a model trained from scratch.
+        model: Directory, GGUF file or hub id; None for a model trained from scratch.
     """
     if model is None:
         return BaseModel()
-    is_id = not Path(model).expanduser().is_dir() and _HUB_ID.fullmatch(model) is not None
+    path = Path(model).expanduser()
+    is_id = not (path.is_dir() or is_gguf(path)) and _HUB_ID.fullmatch(model) is not None
+    front, record = {}, None
     try:
-        front = _front_matter(resolve(model) / CARD_FILE)
+        directory = resolve(model)
+        front, record = _front_matter(directory / CARD_FILE), read_gguf_record(directory)
     except FileNotFoundError:
-        front = {}
+        pass  # the licence stays unknown
     return BaseModel(
         name=model if is_id else Path(model).name,
         hub_id=model if is_id else None,
         front_matter={key: front[key] for key in _INHERITED if _is_stated(front.get(key))},
+        converted=None if record is None else describe_types(record),
     )
 
 
@@ -111,7 +121,7 @@ def render(
     architecture: Architecture,
     base: BaseModel,
     compressed: tuple[ExportedModel, ExportFormat] | None,
-    pooled_from: int | None = None,
+    provenance: Mapping[str, Any],
     code_files: Collection[str] = (),
 ) -> str:
     """Write the card of an export.
@@ -120,7 +130,8 @@ def render(
         architecture: The model.
         base: Model that the export was made from.
         compressed: Retrofitted model and its format; None for a dense model.
-        pooled_from: Number of KV heads of the base model if the weights are averages of its heads.
+        provenance: JSON values that state where the weights come from; `TRAINING_DATA` and
+            `POOLED_FROM` are read.
         code_files: Names of the export's code files for transformers.
     """
     front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}
@@ -133,7 +144,10 @@ def render(
         ("base model", base.name or "none: trained from scratch"),
         ("licence of the base model", base.license if base.name else "none"),
         ("family", architecture.family),
+        *([] if base.converted is None else [("weights of the base model", base.converted)]),
     ]
+    pooled_from = provenance.get(POOLED_FROM)
+    training_data = _training_data(provenance.get(TRAINING_DATA, []))
     title = Path(base.name).name if base.name else f"A {architecture.family} model"
     sections = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---"]
     if compressed is None:
@@ -142,6 +156,7 @@ def render(
             "A dense model exported by dms-train.",
             *([] if pooled_from is None else [_pooled(architecture, pooled_from)]),
             markdown_table(_NO_TITLES, origin),
+            *training_data,
             _loading(code_files, None),
         ]
     else:
@@ -150,6 +165,7 @@ def render(
             f"# {title} with {model.spec.label}",
             _summary(model.spec),
             markdown_table(_NO_TITLES, [*origin, *_training(model, layout)]),
+            *training_data,
             "## Method",
             f"Constants of the retrofit (preset `{model.spec.preset}`):",
             markdown_table(_NO_TITLES, [(f"`{k}`", v) for k, v in asdict(model.spec).items()]),
@@ -187,6 +203,28 @@ def _training(model: ExportedModel, layout: ExportFormat) -> list[tuple[str, Any
         ("training step", model.provenance.get("step", UNKNOWN)),
         ("compression ratio asked for in training", f"{model.target_cr:g}"),
         ("compression ratio on the text of the self-test", measured),
+    ]
+
+
+def _training_data(runs: list[list[dict[str, Any]]]) -> list[str]:
+    """Describe the text of each run; nothing for a model without a record of it."""
+    rows = [
+        (
+            number,
+            *(" ".join(str(origin[key] or "-").split()) for key in ("source", "license", "model")),
+            f"{origin['share']:.1%}",
+            f"`{origin['sha256'][:_HASH_DIGITS]}`",
+        )
+        for number, origins in enumerate(runs, 1)
+        for origin in origins
+    ]
+    if not rows:
+        return []
+    return [
+        "## Training data",
+        "Shares are shares of the tokens of a run. Licences are those that were stated when the "
+        "data was made. The hash identifies the token file.",
+        markdown_table(("run", "source", "licence", "generated by", "share", "SHA-256"), rows),
     ]
 
 
@@ -228,13 +266,14 @@ def _loading(files: Collection[str], layout: ExportFormat | None) -> str:
 
 
 @typed
-def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
+def add_evaluation(directory: Path, numbers: Mapping[str, float], further: str = "") -> None:
     """Replace the evaluation section of an export's card; nothing if there is no such section.
 
     Args:
         directory: The export.
         numbers: Flat metrics of an evaluation, as `metrics.json` has them; those that end in
             `.low` and `.high` are 95% bootstrap intervals.
+        further: Text after the table, such as results of benchmarks.
     """
     card = directory / CARD_FILE
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
@@ -243,7 +282,7 @@ def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
     if not begin or not end:
         return
     rows = [(label, _number(name, numbers)) for name, label in _MEASURED.items() if name in numbers]
-    table = markdown_table(_NO_TITLES, rows)
+    table = "\n\n".join(filter(None, (markdown_table(_NO_TITLES, rows), further)))
     partial = card.with_name(f".{card.name}.partial")
     partial.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
     os.replace(partial, card)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dms_train.export.card import CARD_FILE, POOLED_FROM, read_base, render
+from dms_train.export.card import CARD_FILE, read_base, render
 from dms_train.export.code_files import shipped_code, transformers_keys
 from dms_train.export.tokenizer import NO_TOKENIZER, copy_tokenizer, has_tokenizer
 from dms_train.hf import durable
@@ -21,6 +21,7 @@ from dms_train.hf.architecture import Architecture, to_hf_config
 from dms_train.hf.directory import WeightWriter, dtype_name, is_finite
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find_format
+from dms_train.hf.formats.registry import DENSE, MARKER_FILE
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
@@ -29,9 +30,10 @@ from dms_train.method.base import MethodSpec
 from dms_train.method.spec import OPTIONS
 
 # Marks a directory as written here, and therefore safe to replace.
-MARKER_FILE = "export.json"
 _GENERATION = "generation_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
+# `to_hf_config` can only write transformers' defaults of these, and the model may differ.
+_TRAINING_KEYS = ("initializer_range", "attention_dropout")
 _DROPPED_KEYS = (
     "_name_or_path",
     "auto_map",
@@ -61,9 +63,11 @@ class _Described:
 
     def config(self, source: Path | None) -> dict[str, Any]:
         """Return the complete config.json."""
+        stated = _source_config(source)
         config = {
-            **_source_config(source),
+            **stated,
             **to_hf_config(self.architecture),
+            **{key: stated[key] for key in _TRAINING_KEYS if key in stated},
             "dtype": dtype_name(self.dtype),
             "torch_dtype": dtype_name(self.dtype),
         }
@@ -90,7 +94,7 @@ class _Described:
             special = _special_tokens(source)
             if special:
                 _complete_generation(directory / _GENERATION, special)
-        kind, record = "dense", self.provenance
+        kind, record = DENSE, self.provenance
         if self.compressed is not None:
             model, layout = self.compressed
             kind, record = layout.name, model.record()
@@ -102,8 +106,7 @@ class _Described:
         write_json(directory / MARKER_FILE, {"export_format": kind, "provenance": record})
         write_json(directory / "config.json", self.config(source))
         base = read_base(self.provenance.get("model"))
-        pooled_from = self.provenance.get(POOLED_FROM)
-        card = render(self.architecture, base, self.compressed, pooled_from, code.keys())
+        card = render(self.architecture, base, self.compressed, self.provenance, code.keys())
         if not has_tokenizer(directory):
             card += "\nThis folder has no tokenizer: the model takes and returns token ids only.\n"
         (directory / CARD_FILE).write_text(card, encoding="utf-8")

@@ -20,6 +20,8 @@ from torch import Tensor
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
+from dms_train.hf.formats.registry import require_known_format
+from dms_train.hf.gguf_directory import cached_gguf, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.side_files import refuse_side_files
 from dms_train.hf.tensors import expected_shapes
@@ -44,22 +46,28 @@ def resolve(
     """Find a model directory.
 
     Args:
-        path_or_id: A directory, which takes precedence, or a hub id such as `Qwen/Qwen3-0.6B`.
-        revision: Hub revision; ignored for directories.
+        path_or_id: A directory, which takes precedence, a GGUF file, or a hub id such as
+            `Qwen/Qwen3-0.6B`.
+        revision: Hub revision; ignored for directories and files.
         local_files_only: Look only into the local hub cache, never at the network.
 
     Returns:
-        The directory.
+        The directory; for a GGUF file the one that `cached_gguf` converts it to.
 
     Raises:
         FileNotFoundError: One line that names what is absent and what to do.
-        HFError: An argument has another type, or the name is empty.
+        HFError: An argument has another type, the name is empty, or the path is a file that is
+            not GGUF or not supported.
     """
     if not str(path_or_id):
-        raise HFError("path_or_id='': give a directory or a hub id")
+        raise HFError("path_or_id='': give a directory, a GGUF file or a hub id")
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
+    if is_gguf(path):
+        return cached_gguf(path)
+    if path.is_file():
+        raise HFError(f"{path}: a file, but not a GGUF file; give a model directory")
     name = str(path_or_id)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"{name}: no such directory; correct the path")
@@ -84,6 +92,7 @@ def resolve(
 @typed
 def read_architecture(directory: str | Path) -> Architecture:
     """Read the architecture in `config.json`; HFError naming the directory if not supported."""
+    require_known_format(Path(directory))
     try:
         return from_hf_config(read_config(directory))
     except HFError as error:

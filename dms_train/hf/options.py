@@ -13,10 +13,10 @@ PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """A Hugging Face directory or hub id, or an architecture to train from scratch.
+    """A Hugging Face directory, GGUF file or hub id, or an architecture to train from scratch.
 
     Attributes:
-        path: Directory or hub id of the model that is retrofitted (and of its teacher).
+        path: Directory, GGUF file or hub id of the model that is retrofitted (and of its teacher).
         revision: Hub revision; ignored for directories.
         local_files_only: Never access the hub; a hub id must then be in the local cache.
         architecture: Architecture for `pretrain`; exactly one of `path` and this is set.

@@ -90,7 +90,7 @@ def _slabs(
     longest = longest_sequence(model.architecture, options)
 
     def total(slabs: int) -> int:
-        """Return the bytes of the slabs, and of policy state for sequences that fill all slabs."""
+        """Return the bytes of the slabs and of policy state; one sequence may fill all slabs."""
         slots = slabs * pool.slab_bytes // pool.slot_bytes
         entries = -(-min(longest, -(-slots // kv_lists)) // tokens) if tokens else 1
         return slabs * pool.slab_bytes + options.max_num_seqs * row_bytes * entries

@@ -82,19 +82,23 @@ def train_attention(name: str) -> DMSAttention:
     return plain[name]
 
 
-def choose_train_attention(name: str, device: torch.device) -> str:
+def choose_train_attention(name: str, device: torch.device, *, decays: bool = False) -> str:
     """Return the backend of the training attention for a configured name.
 
     Args:
         name: One of `kernels.options.KERNELS`; `auto` is triton on a GPU, blockwise elsewhere.
         device: Device of the training.
+        decays: Whether the bias grows with the distance; `auto` is then flex on a GPU.
 
     Raises:
         KernelError: The backend cannot train there.
     """
     on_gpu = device.type == "cuda"
     if name == "auto":
-        return "triton" if on_gpu and _has_triton() else "blockwise"
+        fused = "flex" if decays else "triton"
+        return fused if on_gpu and _has_triton() else "blockwise"
+    if decays and name == "triton":
+        raise KernelError("kernels=triton: has no bias that grows with distance; use kernels=auto")
     if name in _CPU_REASONS and not on_gpu:
         raise KernelError(
             f"kernels={name}: training runs on the {device.type.upper()} and "

@@ -18,11 +18,11 @@ from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
 from dms_train.observe.state_files import current_stage
 from dms_train.planning.memory import checkpoint_bytes, parameter_count
+from dms_train.training.options import RETROFIT_STAGES, RUN_TASKS, VALIDATE_EXPORT
 
 Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(dms_train.__file__).parent / "slurm"
 PREPARE, IMPORT = "prepare", "hf_to_megatron"
-VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _FP32 = 4
 START_FOLDER = "start"  # in the run folder; IMPORT writes it and training begins with it
@@ -73,7 +73,7 @@ def imports(config: RunConfig) -> bool:
 
 def compresses(config: RunConfig) -> bool:
     """Return whether the export has decisions that can be evaluated."""
-    return bool({"zero_neuron", "retrofit", "hold"} & set(config.stage.run))
+    return bool(set(RETROFIT_STAGES) & set(config.stage.run))
 
 
 def frozen(config: RunConfig, skipped: Collection[str] = ()) -> RunConfig:

@@ -13,9 +13,10 @@ from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.config.frozen import CONFIG_FILE, read_frozen
 from dms_train.config.schema import RunConfig
-from dms_train.launch.chain import IMPORT, PREPARE, RUN_TASKS, START_FOLDER, VALIDATE_EXPORT
+from dms_train.launch.chain import IMPORT, PREPARE, START_FOLDER
 from dms_train.observe import locks, log
 from dms_train.observe.state_files import StateFiles
+from dms_train.training.options import RUN_TASKS, VALIDATE_EXPORT
 
 PREPARE_FILE = Path("launch") / "prepare.json"  # words for dms-data, written when submitting
 

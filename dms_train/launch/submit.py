@@ -39,13 +39,14 @@ from dms_train.config.cluster import ClusterOptions
 from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
 from dms_train.config.schema import RunConfig
 from dms_train.launch import scheduler
-from dms_train.launch.chain import VALIDATE_EXPORT, Job, chain, frozen, needs, script
+from dms_train.launch.chain import Job, chain, frozen, needs, script
 from dms_train.launch.freeze import freeze, workdir
 from dms_train.launch.stage import PREPARE_FILE
 from dms_train.observe.state_files import StateFiles, current_stage
 from dms_train.planning import validation_memory
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS
+from dms_train.training.options import VALIDATE_EXPORT
 
 _JOBS_FILE = Path("launch") / "jobs.json"
 _VERBS = ("status", "resume", "cancel")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from dms_train.mcore.schedule.graph import PassGraph, choose_graph
 from dms_train.mcore.schedule.step import PassContext, run_pass, to_device, token_scale
 from dms_train.mcore.schedule.step_statistics import DeviceTotals, PassTotals, StepStatistics
 from dms_train.method.base import MethodOptions
+from dms_train.method.layer import method_layer
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
@@ -75,7 +76,9 @@ class McoreEngine:
         self.spec = method.spec
         self.view = view
         self._options = options
-        backend = dispatch.choose_train_attention(options.kernels, view.device)
+        backend = dispatch.choose_train_attention(
+            options.kernels, view.device, decays=self.spec.decays
+        )
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = dispatch.train_attention(backend)
         self._layer_backend = layers.choose(options.parallel.layers, view.device)
@@ -190,7 +193,10 @@ class McoreEngine:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         with self._stream():
-            return self._run(plan, batches, forward_only=False)
+            device_totals = self._run(plan, batches, forward_only=False)
+        if self._method.options.trains_channels_only:
+            self._zero_base_gradients()
+        return device_totals
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
         """Return loss and gradient norm of a batch, finite or not; nothing is updated."""
@@ -255,17 +261,76 @@ class McoreEngine:
         optim.wait_for_param_gather(self._chunks)
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
+        rows = self._channel_rows(self.spec.channel)
+        for parameter in self._projections():
+            parameter.data[rows] = 0
+            if self._optimizer is not None:
+                compat.zero_optimizer_rows(self._optimizer, parameter, rows)
+
+    def set_channel(self, channel: int) -> None:
+        """Make `channel` the eviction channel, before the first step."""
+        options = self._method.options.override(channel=channel)
+        self._method.set_options(options)
+        self.spec = options.spec
+
+    def channel_losses(self, channels: Iterable[int], batches: list[Batch]) -> list[float]:
+        """Return the loss of the student after zeroing each channel alone, without training.
+
+        The weights of a channel are zeroed as `reset_eviction_channel` does, and restored. The same
+        on every rank.
+
+        Args:
+            channels: Candidates for the eviction channel.
+            batches: This rank's micro-batches.
+
+        Returns:
+            KL divergence from the teacher, or cross-entropy where there is none, in nats per token.
+        """
+        plan = StepPlan(loss="distill" if self._models[0].has_teacher else "lm")
+        losses = []
+        for channel in channels:
+            with self._zeroed(channel):
+                losses.append(self.evaluate(plan, batches).token_loss)
+        return losses
+
+    @contextlib.contextmanager
+    def _zeroed(self, channel: int) -> Iterator[None]:
+        """Zero the projection of a channel inside the block."""
+        optim.wait_for_param_gather(self._chunks)
+        rows = self._channel_rows(channel)
+        before = [(p, p.data[rows].clone()) for p in self._projections()]
+        for parameter, _ in before:
+            parameter.data[rows] = 0
+        try:
+            yield
+        finally:
+            for parameter, values in before:
+                parameter.data[rows] = values
+
+    def _channel_rows(self, channel: int) -> list[int]:
+        """Return the rows of a channel of the method in this rank's q, k, v projections."""
+        layer = method_layer(self.spec.override(channel=channel))
         groups = self.architecture.num_query_groups // self.view.tp_size
-        rows = mapping.eviction_channel_rows(self.architecture, self._method.layer, groups)
+        return mapping.eviction_channel_rows(self.architecture, layer, groups)
+
+    def _projections(self) -> Iterator[Any]:
+        """Yield the weight and bias of every q, k, v projection of this rank."""
         for model in self._models:
             for layer in model.decoder.layers:
                 projection = layer.self_attention.linear_qkv
                 for parameter in (projection.weight, projection.bias):
                     # Transformer Engine has an empty tensor where there is no bias
                     if parameter is not None and parameter.numel():
-                        parameter.data[rows] = 0
-                        if self._optimizer is not None:
-                            compat.zero_optimizer_rows(self._optimizer, parameter, rows)
+                        yield parameter
+
+    def _zero_base_gradients(self) -> None:
+        """Zero the reduced gradients of all weights except the rows of the eviction channels."""
+        rows = self._channel_rows(self.spec.channel)
+        channels = [(parameter, parameter.main_grad[rows]) for parameter in self._projections()]
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        for parameter, gradient in channels:
+            parameter.main_grad[rows] = gradient
 
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""

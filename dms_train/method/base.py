@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from dms_train import limits
-from dms_train.limits import OneOf
+from dms_train.limits import AUTO, AtLeast, OneOf, OrAuto
 
+FIRST_CHANNEL = 0
+"""Eviction channel of the DMS paper; the value of `auto` in runs that rank no channels."""
 SPEC_VERSION = 2
 """Version of the stored specification; `method.spec` reads this one and all earlier ones."""
 
@@ -49,8 +51,8 @@ class MethodSpec:
     Attributes:
         kind: Name of the method's package.
         preset: Name of the preset the values started from.
-        channel: Eviction channel of the heads; 0 is the first, -1 the last. Read after the norms
-            of queries and keys (if the family has them) and before RoPE.
+        channel: Index of the eviction channel in a head; 0 is the first, -1 the last. Read after
+            the norms of queries and keys (if the family has them) and before RoPE.
         alpha_scale: Factor on the activation of the eviction channel.
         alpha_offset: Subtracted from the scaled activation (b = -5 in the DMS paper, c = 5 in the
             DMC paper).
@@ -66,7 +68,7 @@ class MethodSpec:
 
     kind: str
     preset: str
-    channel: int
+    channel: Annotated[int, AtLeast(-1)]
     alpha_scale: float
     alpha_offset: float
     window: int
@@ -83,6 +85,8 @@ class MethodSpec:
     """Constants that decide what a trained model computes; a student continues with the same."""
     replaces_values: ClassVar[bool] = False
     """Whether attention reads other values than the projection's."""
+    decays: ClassVar[bool] = False
+    """Whether `log_keep` is multiplied by the distance from a key to the query, without window."""
 
     def __post_init__(self) -> None:
         self.require_valid()
@@ -110,8 +114,6 @@ class MethodSpec:
 
     def check(self, path: str) -> Iterator[str]:
         """Yield one line for every constant that no model can be trained with."""
-        if self.channel not in (0, -1):
-            yield f"{path}.channel={self.channel}: use 0 (first) or -1 (last)"
         if not 0 < self.tau < math.inf:
             yield f"{path}.tau={self.tau}: use a positive temperature"
         if not 0 < self.alpha_scale < math.inf:
@@ -148,25 +150,41 @@ class MethodOptions(MethodSpec):
     A configuration is checked as a whole, so building a block checks nothing.
 
     Attributes:
+        channel: As in the specification, or `auto`: the run ranks the channels of its model before
+            the first step.
         alpha_in_loss: `soft`, or `hard_st` (hard forward, soft gradient) in the compression loss.
         aux_form: `mean` normalises the compression hinge by layers x heads x tokens; `sum` does
             not.
     """
 
+    channel: Annotated[int | str, OrAuto(AtLeast(-1))]  # type: ignore[assignment]
     alpha_in_loss: Annotated[str, OneOf("soft", "hard_st")]
     aux_form: Annotated[str, OneOf("mean", "sum")]
 
     spec_class: ClassVar[type[MethodSpec]]
     """Class of the specification."""
+    trains_channels_only: ClassVar[bool] = False
+    """Whether only the eviction channels are trained, on a base model that stays as it is."""
 
     def __post_init__(self) -> None:
         pass
 
     @property
     def spec(self) -> MethodSpec:
-        """The checked specification alone."""
-        names = (f.name for f in fields(self.spec_class))
-        return self.spec_class(**{name: getattr(self, name) for name in names})
+        """The checked specification alone; `auto` stands for the first channel."""
+        values = {f.name: getattr(self, f.name) for f in fields(self.spec_class)}
+        if self.channel == AUTO:
+            values["channel"] = FIRST_CHANNEL
+        return self.spec_class(**values)
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield one line for every constant that no model can be trained with."""
+        yield from super().check(path)
+        if self.channel == AUTO and self.clear_after_rope:
+            yield (
+                f"{path}.channel={AUTO}: the ranking does not measure the clearing after RoPE; "
+                f"set {path}.channel=-1, or {path}.clear_after_rope=false"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the stored form of the specification."""

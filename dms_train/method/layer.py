@@ -61,7 +61,7 @@ class Decided(NamedTuple):
 
     Attributes:
         log_keep: log(1 - alpha) by key [b, g, s], added to the score of a key outside the
-            window.
+            window; times the distance for a method that `decays`.
         stats: Columns of `EvictionStats`, sums over the KV heads, float32 [b, 3 or 4]; a method
             without a loss of its own leaves out the last column.
         logits: Decision logits [s, b, g], detached; None from kernels.
@@ -160,6 +160,8 @@ class MethodLayer(Protocol):
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
         """Decide by the inference rule, bool [..., g] by deciding token.
+
+        A method whose policy reads another signal of each token returns that, [..., g].
 
         Args:
             query: [..., g, r, d] before RoPE.

@@ -108,8 +108,9 @@ def _presets() -> dict[str, MethodOptions]:
         values = yaml.safe_load(file.read_text("utf-8"))
         preset = options_of(values).from_fields({KIND: DEFAULT_METHOD, **values})
         preset.require_valid()
-        presets[file.stem] = preset
+        presets[file.stem] = preset.override(channel=preset.spec.channel)
     return presets
 
 
 PRESETS = _presets()
+"""Every preset by name, for models whose channels are not ranked: `auto` is the first channel."""

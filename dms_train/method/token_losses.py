@@ -29,6 +29,15 @@ class LossOptions:
 
 
 PLAIN_LOSS = LossOptions()
+# Other values of a step, which are recorded beside the terms of its loss.
+METRIC_NAMES = frozenset(
+    {
+        *("loss", "aux_loss", "alpha", "target_cr", "cr", "channel_scale"),
+        *("grad_norm", "lr", "skipped_steps", "kv_reads", "kept", "live", "reads"),
+        *("samples", "positions", "tokens_per_second", "tflops_per_device", "mfu"),
+        *("memory_bytes", "memory_gib", "checkpoint_seconds", "failed_checkpoints"),
+    }
+)
 
 
 class VocabularyLosses(Protocol):
@@ -54,13 +63,25 @@ class TokenLoss:
 
     Attributes:
         needs_teacher: Whether the frozen original runs beside the student.
-        terms: Names of the terms. The mean of each over the loss positions is logged under it.
+        terms: Names of the terms, different from each other and from `METRIC_NAMES`. The mean of
+            each over the loss positions is logged under its name.
         per_token: Compute the terms [s, b], one for each name.
+
+    Raises:
+        ValueError: A term has the name of another value.
     """
 
     needs_teacher: bool
     terms: tuple[str, ...]
     per_token: Callable[[VocabularyLosses, LossOptions], tuple[Any, ...]]
+
+    def __post_init__(self) -> None:
+        for index, name in enumerate(self.terms):
+            if name in METRIC_NAMES or name in self.terms[:index]:
+                raise ValueError(
+                    f"term {name!r} of a token loss: another value is logged under this name; "
+                    "give the term another name"
+                )
 
 
 TOKEN_LOSSES = {

@@ -15,7 +15,7 @@ from dms_train.limits import OneOf
 from dms_train.planning import divide, layouts
 from dms_train.planning.gpus import GPUS
 from dms_train.planning.memory import needs_teacher
-from dms_train.training.options import STAGES
+from dms_train.training.options import EVICTING_STAGES, STAGES
 
 
 def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> None:
@@ -68,7 +68,7 @@ def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
             f"data.seq_length={length}: the model reads at most {longest} positions; use fewer, or "
             "set model.max_position_embeddings"
         )
-    if {"retrofit", "hold"} & set(config.stage.run) and window >= length:
+    if set(EVICTING_STAGES) & set(config.stage.run) and window >= length:
         yield (
             f"method.window={window}: not below data.seq_length={length}, so nothing could be "
             "evicted; use a smaller window or longer samples"

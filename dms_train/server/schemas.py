@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic_core
@@ -161,24 +162,16 @@ class GenerationBody(_Body):
         Raises:
             ApiError: `logit_bias` has a key that is no token id.
         """
-        return SamplingParams(
-            n=self.n,
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or -1,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()},
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if of_prompt else None,
-            seed=self.seed,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-        )
+        same = {field.name for field in fields(SamplingParams)} & type(self).model_fields.keys()
+        values: dict[str, Any] = {name: getattr(self, name) for name in same}
+        values |= {
+            "max_tokens": max_tokens,
+            "top_k": self.top_k or -1,
+            "logit_bias": {_token_id(key): bias for key, bias in self.logit_bias.items()},
+            "logprobs": logprobs,
+            "prompt_logprobs": logprobs if of_prompt else None,
+        }
+        return SamplingParams(**values)
 
 
 class CompletionBody(GenerationBody):

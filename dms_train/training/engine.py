@@ -46,6 +46,14 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+        """Load weights, and the optimizer if wanted, and return the JSON state.
+
+        Raises:
+            ValueError: The checkpoint cannot be read; the same on every rank.
+        """
+        ...
+
     def finish_save(self, *, wait: bool) -> Path | None:
         """Return a checkpoint whose writing has ended, or must end now; None without one.
 

@@ -102,32 +102,101 @@ def _run_stage(stage: Stage, state: TrainState, components: TrainerComponents) -
     """
     if stage.requires_eviction and not state.eviction_enabled:
         _enable_eviction(stage, state, components)
-    components.engine.begin_stage(stage.rate)
-    components.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
+    if state.branch_start is not None and _run_branch(stage, state, components):
+        return True
+    _begin(stage, state, components)
     stops = False
     for stage_step in range(state.stage_step + 1, stage.steps + 1):
         _step(stage, state, components)
         ends = stage_step == stage.steps
         if _due(state.step, components.options.eval_interval) or ends:
             evaluate(stage.eval_plan(state.step, stage_step), state, components)
-        ratio = stage.integer_passed(stage_step) if components.every_integer_cr else None
-        state.due_export = None if ratio is None else f"cr{ratio}"
+        _plan_export(stage, stage_step, state, components)
         stops = components.watch.must_stop()
         if ends:
             _finish(stage, state, components)
-        elif stops or ratio is not None or _due(state.step, components.options.save_interval):
-            exports = ratio is not None
-            components.saver.save(state, permanent=exports, required=stops, wait=exports)
         else:
-            components.saver.poll(state.step)
+            _save(state, components, stops=stops)
         if stops and not ends:
             components.reporter.end_stage(state.step)
             return True  # the resumed run writes the due export
-        # after saving, so that a failed export loses no step
+        # after saving, so that a failed export or branch loses no step
         _export_due(state, components)
+        if state.branch_start is not None:
+            if _run_branch(stage, state, components):
+                return True
+            _begin(stage, state, components)
     if stage.steps == 0:
         _finish(stage, state, components)
     return stops
+
+
+def _begin(stage: Stage, state: TrainState, components: TrainerComponents) -> None:
+    components.engine.begin_stage(stage.rate)
+    components.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
+
+
+def _plan_export(
+    stage: Stage, stage_step: int, state: TrainState, components: TrainerComponents
+) -> None:
+    """Record in the position which export or branch follows from these weights."""
+    state.due_export = None
+    ratio = stage.integer_passed(stage_step)
+    if ratio in stage.branches and stage_step < stage.steps:
+        state.branch_start = state.step
+    elif ratio is not None and components.every_integer_cr:
+        state.due_export = f"cr{ratio}"
+
+
+def _save(state: TrainState, components: TrainerComponents, *, stops: bool) -> None:
+    """Save a position inside a stage if it is due; a branch returns to its checkpoint."""
+    branches = state.branch_start is not None
+    exports = state.due_export is not None or branches
+    if stops or exports or _due(state.step, components.options.save_interval):
+        components.saver.save(state, permanent=exports, required=stops or branches, wait=exports)
+    else:
+        components.saver.poll(state.step)
+
+
+def _run_branch(stage: Stage, state: TrainState, components: TrainerComponents) -> bool:
+    """Hold the ratio that was just reached, export the result, and return to the annealing.
+
+    Weights, optimizer and data position are those of the annealing again. The checkpoint of the
+    branch's start holds them.
+
+    Returns:
+        Whether the run must stop; `state` is then the position of the newest checkpoint.
+    """
+    start, ratio = state.branch_start, int(state.target_cr)
+    assert start is not None
+    branch, name = stage.branches[ratio], f"cr{ratio}"
+    if state.step == start:
+        state.stage_step = 0
+    components.engine.begin_stage(branch.rate)
+    components.reporter.begin_stage(f"{branch.name} {name}", branch.steps, state.stage_step)
+    while state.stage_step < branch.steps:
+        _step(branch, state, components)
+        stops, ends = components.watch.must_stop(), state.stage_step == branch.steps
+        if not ends and (stops or _due(state.step, components.options.save_interval)):
+            components.saver.save(state, permanent=False, required=stops)
+        else:
+            components.saver.poll(start)
+        if stops and not ends:
+            return True
+    components.saver.finish_pending_save(start)
+    components.skips.require_update(branch.name, branch.steps, state)
+    evaluate(branch.eval_plan(state.step, state.stage_step), state, components)
+    _export(name, state, components)
+    _end_branch(start, state, components)
+    return components.watch.must_stop()
+
+
+def _end_branch(start: int, state: TrainState, components: TrainerComponents) -> None:
+    """Load the annealing again, then delete the checkpoints of the branch."""
+    saver = components.saver
+    state.end_branch(components.engine.load(saver.step_path(start), with_optimizer=True))
+    saver.annotate(state, {"branch_start": None})
+    saver.remove_branch(state)
 
 
 def _step(stage: Stage, state: TrainState, components: TrainerComponents) -> None:
@@ -189,7 +258,7 @@ def evaluate(plan: StepPlan, state: TrainState, components: TrainerComponents) -
         return None
     with components.watch.phase("step"):
         result = components.engine.evaluate(plan, components.eval_batches)
-    components.reporter.evaluation(state.step, plan, result)
+    components.reporter.evaluation(state, plan, result)
     return result
 
 

@@ -12,8 +12,11 @@ from dms_train.hf.options import PRECISIONS
 from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
 from dms_train.method.token_losses import TOKEN_LOSSES
 
-STAGES = ("pretrain", "zero_neuron", "retrofit", "hold", "export", "validate_export", "run_tasks")
-_RETROFIT_STAGES = ("zero_neuron", "retrofit", "hold")
+EVICTING_STAGES = ("retrofit", "hold")
+RETROFIT_STAGES = ("zero_neuron", *EVICTING_STAGES)
+TRAINED_STAGES = ("pretrain", *RETROFIT_STAGES)
+VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
+STAGES = (*TRAINED_STAGES, "export", VALIDATE_EXPORT, RUN_TASKS)
 _SEEDS = 2**32
 
 
@@ -71,12 +74,25 @@ class RetrofitOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOptions:
-    """Fixed compression ratio, cosine learning rate to `min_lr_ratio`."""
+    """Fixed compression ratio, cosine learning rate to `min_lr_ratio`.
+
+    The annealing also holds each integer ratio of `branch_ratios` that it passes before its target.
+    The result of such a branch is exported. The annealing then continues from the weights and the
+    optimizer state before the branch. None holds the final ratio only.
+    """
 
     steps: Annotated[int, AtLeast(1)]
+    branch_ratios: tuple[int, ...] | None = None
     loss: Annotated[str, OneOf(*TOKEN_LOSSES)] = "distill"
     lr: Annotated[float | None, Positive()] = None
     min_lr_ratio: Annotated[float, Share()] = 0.1
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield one line for a ratio that no annealing passes."""
+        for ratio in self.branch_ratios or ():
+            if ratio < 2:
+                yield f"{path}.branch_ratios={list(self.branch_ratios or ())}: use ratios from 2"
+                return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +142,21 @@ class StageOptions:
                 f"{path}.run=[{', '.join(self.run)}]: run each stage once, as "
                 f"[{', '.join(ordered)}]"
             )
-        late = [name for name in self.run if name in _RETROFIT_STAGES]
+        late = [name for name in self.run if name in RETROFIT_STAGES]
         if "pretrain" in self.run and late:
             yield (
                 f"{path}.run: pretrain and {late[0]} are different runs; run [pretrain, export], "
                 f"then {late[0]} with model.path set to the export"
+            )
+        yield from self._check_branches(path)
+
+    def _check_branches(self, path: str) -> Iterator[str]:
+        """Yield one line for branches without an export or without the samples of `hold`."""
+        missing = [name for name in ("hold", "export") if name not in self.run]
+        if self.hold.branch_ratios and "retrofit" in self.run and missing:
+            yield (
+                f"{path}.hold.branch_ratios={list(self.hold.branch_ratios)}: branches need the "
+                f"stages hold and export; add {' and '.join(missing)} to {path}.run"
             )
 
 

@@ -41,11 +41,16 @@ class Reporter:
         self.progress.start(name, steps, finished)
 
     def step(self, state: TrainState, plan: StepPlan, result: StepResult) -> None:
-        """Report an optimizer step, skipped or not; `state` is the position after it."""
+        """Report an optimizer step, skipped or not; `state` is the position after it.
+
+        The sinks get no row inside a branch, because the annealing takes steps of the same numbers.
+        """
         rate = self.throughput.step(self.tokens_per_step)
         finite = {} if result.skipped else _described(plan, result)
         values = {**finite, "tokens_per_second": rate}
         self.progress.step(state.stage_step, values)
+        if state.branch_start is not None:
+            return
         measured = {
             **({} if result.skipped else {"grad_norm": result.grad_norm}),
             "lr": result.learning_rate,
@@ -63,9 +68,13 @@ class Reporter:
         if row:
             self._log(step, row, "train/")
 
-    def evaluation(self, step: int, plan: StepPlan, result: StepResult) -> None:
-        """Report an evaluation."""
-        values = _described(plan, result) | {"kv_reads": result.kv_reads}
+    def evaluation(self, state: TrainState, plan: StepPlan, result: StepResult) -> None:
+        """Report an evaluation; that of a branch in one row at the start of the branch."""
+        step, values = state.step, _described(plan, result) | {"kv_reads": result.kv_reads}
+        if state.branch_start is not None:
+            prefix = f"branch/cr{round(plan.target_cr)}/"
+            self.measured(state.branch_start, values, prefix)
+            return
         self._log(step, {**values, "kept": result.kept} if result.kept else values, "eval/")
         for sink in self.sinks:
             sink.summary({f"eval/{name}": value for name, value in values.items()})

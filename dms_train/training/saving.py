@@ -46,7 +46,11 @@ class Saver:
 
     def path(self, state: TrainState) -> Path:
         """Return the folder of the checkpoint of this position."""
-        return self.folder / f"step_{state.step:08d}"
+        return self.step_path(state.step)
+
+    def step_path(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step` steps."""
+        return self.folder / f"step_{step:08d}"
 
     def save(
         self, state: TrainState, *, permanent: bool, required: bool, wait: bool = False
@@ -64,7 +68,7 @@ class Saver:
         Raises:
             ValueError: From the engine: a required checkpoint cannot be written.
         """
-        self.finish_pending_save(state.step)
+        self.finish_pending_save(_row(state))
         if self.is_main_rank:
             remove_unfinished(self.folder, self._removals)
             self._removals.wait(_REMOVAL_PATIENCE_SECONDS)
@@ -77,10 +81,19 @@ class Saver:
         except ValueError as error:
             if required:
                 raise
-            self._failed(state.step, error)
+            self._failed(_row(state), error)
         else:
             if waits:
-                self._saved(state.step, self.path(state))
+                self._saved(_row(state), self.path(state))
+
+    def remove_branch(self, state: TrainState) -> None:
+        """Queue the checkpoints of a finished branch, which left at this position, for deletion."""
+        if not self.is_main_rank:
+            return
+        start = self.path(state).name
+        for path in sorted(self.folder.glob("step_????????")):
+            if path.name > start and _is_temporary(path):
+                _queue_removal(path, self._removals)
 
     def annotate(self, state: TrainState, values: dict[str, Any]) -> None:
         """Record later actions in the checkpoint of this position.
@@ -146,6 +159,11 @@ class Removals:
         self._pending = futures.wait(self._pending, seconds).not_done
 
 
+def _row(state: TrainState) -> int:
+    """Return the step under which metrics report a save: for a branch, the step of its start."""
+    return state.step if state.branch_start is None else state.branch_start
+
+
 def _is_temporary(path: Path) -> bool:
     """Return whether a checkpoint may be deleted; an unreadable one may not."""
     try:
@@ -166,14 +184,18 @@ def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
     temporary = [path for path in checkpoints if path.name <= saved.name and _is_temporary(path)]
     old = temporary[: max(0, len(temporary) - keep)]
     for path in old:
-        # renamed first, so that no reader sees half of a checkpoint
-        left = path.with_name(f"{path.name}.removed.partial")
-        try:
-            path.rename(left)
-        except OSError as error:
-            logger().warning("%s: cannot be deleted (%s)", path, error.strerror)
-        removals.add(left)
+        _queue_removal(path, removals)
     return old
+
+
+def _queue_removal(path: Path, removals: Removals) -> None:
+    """Rename a checkpoint, so that no reader sees half of it, and queue it for deletion."""
+    left = path.with_name(f"{path.name}.removed.partial")
+    try:
+        path.rename(left)
+    except OSError as error:
+        logger().warning("%s: cannot be deleted (%s)", path, error.strerror)
+    removals.add(left)
 
 
 def remove_unfinished(folder: Path, removals: Removals) -> None:

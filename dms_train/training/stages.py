@@ -6,7 +6,8 @@ channel is zero in the last zeroing step, and the ratio is the target in the las
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from dms_train import limits
@@ -35,6 +36,7 @@ class Stage:
         enables_eviction: Whether the end of the stage enables eviction.
         resets_eviction_channel: Whether the eviction channel's weights are zeroed when eviction
             is enabled.
+        branches: Hold branches, by the integer ratio after which the annealing takes them.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Stage:
     requires_eviction: bool = False
     enables_eviction: bool = False
     resets_eviction_channel: bool = True
+    branches: Mapping[int, Stage] = field(default_factory=dict)
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
         """Return the plan of the step after `stage_step` finished steps."""
@@ -171,11 +174,15 @@ def _build(name: str, options: StageOptions, warmup: int, ratio: float) -> Stage
             start_cr=r.target_cr if r.annealing == "immediate" else start,
             target_cr=r.target_cr,
             steps_per_cr=r.steps_per_cr,
+            branches={cr: _hold(options.hold, cr) for cr in options.hold.branch_ratios or ()},
         )
-    h = options.hold
-    # holding a ratio is a retrofit that starts at its target
+    return _hold(options.hold, ratio)
+
+
+def _hold(h: HoldOptions, ratio: float) -> RetrofitStage:
+    """Build a hold: a retrofit that starts at its target."""
     return RetrofitStage(
-        name=name,
+        name="hold",
         steps=h.steps,
         loss=h.loss,
         rate=_cosine(_rate_of(h), h.min_lr_ratio, h.steps, 0),

@@ -26,6 +26,8 @@ class TrainState:
         skipped_in_a_row: Number of consecutive skipped steps up to the latest step.
         exported: Name of the export that holds the current weights, if one does.
         due_export: Name of the export that still has to be written from these weights.
+        branch_start: Number of finished steps when the current hold branch left the annealing; None
+            outside a branch. The checkpoint of that step holds the annealing.
     """
 
     stage: int = 0
@@ -40,6 +42,7 @@ class TrainState:
     skipped_in_a_row: int = 0
     exported: str | None = None
     due_export: str | None = None
+    branch_start: int | None = None
 
     def advance(self, samples: int) -> None:
         """Count one optimizer step."""
@@ -47,6 +50,13 @@ class TrainState:
         self.step += 1
         self.consumed_samples += samples
         self.exported = None
+
+    def end_branch(self, start: dict[str, Any]) -> None:
+        """Return to the annealing; `start` is the stored position that the branch left."""
+        before = TrainState.from_dict(start)
+        for item in fields(self):
+            setattr(self, item.name, getattr(before, item.name))
+        self.branch_start = None
 
     def next_stage(self) -> None:
         """Move to the start of the following stage."""

@@ -22,6 +22,7 @@ from dms_train.evaluation.scaling.results import RunResult, load
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture
 from dms_train.planning.memory import parameter_count
+from dms_train.tables import markdown_table
 from research.lab.differences import chain_scores, over_seeds
 from research.lab.tasks import TASKS, named
 
@@ -54,7 +55,7 @@ def accuracy(run: RunResult) -> dict[tuple[str, int], str]:
     return accuracies
 
 
-def _accuracies(root: Path) -> list[str]:
+def _accuracies(root: Path) -> str:
     greedy: dict[tuple[str, int], str] = {}
     sampled: dict[tuple[str, int], str] = {}
     for run in [*evaluations(root, TEACHER), *evaluations(root, GREEDY)]:
@@ -63,31 +64,29 @@ def _accuracies(root: Path) -> list[str]:
     if not greedy and not sampled:
         raise EvaluationError(f"{root}: the teacher has not been evaluated")
     rows = [
-        f"| {task} | {tokens:,} | {greedy.get((task, tokens), '')} "
-        f"| {sampled.get((task, tokens), '')} |"
+        (task, f"{tokens:,}", greedy.get((task, tokens), ""), sampled.get((task, tokens), ""))
         for task, tokens in sorted({*greedy, *sampled})
     ]
-    return ["| task | tokens | temperature 0 | sampled |", "|---|---|---|---|", *rows]
+    return markdown_table(["task", "tokens", "temperature 0", "sampled"], rows)
 
 
-def _properties(a: Architecture, config: dict[str, Any]) -> list[str]:
+def _properties(a: Architecture, config: dict[str, Any]) -> str:
     data, pretrain = config["data"], config["stage"]["pretrain"]
     tokens = pretrain["steps"] * data["global_batch_size"] * data["seq_length"]
-    return [
-        "| | |",
-        "|---|---|",
-        f"| architecture | {a.num_layers} layers, hidden {a.hidden_size}, {a.num_attention_heads} "
+    rows = {
+        "architecture": f"{a.num_layers} layers, hidden {a.hidden_size}, {a.num_attention_heads} "
         f"query and {a.num_query_groups} KV heads of size {a.kv_channels}, SwiGLU "
         f"{a.ffn_hidden_size}, RoPE base {a.rotary_base:,.0f}, context "
-        f"{a.max_position_embeddings:,} |",
-        f"| weights | {parameter_count(a):,}, {config['parallel']['params_dtype']} in training |",
-        f"| data | {', '.join(Path(path).parent.name for path in data['paths'])}: documents of "
-        "`python -m research data`, without the problems of the evaluation |",
-        f"| training | {pretrain['steps']:,} steps of {data['global_batch_size']} x "
+        f"{a.max_position_embeddings:,}",
+        "weights": f"{parameter_count(a):,}, {config['parallel']['params_dtype']} in training",
+        "data": f"{', '.join(Path(path).parent.name for path in data['paths'])}: documents of "
+        "`python -m research data`, without the problems of the evaluation",
+        "training": f"{pretrain['steps']:,} steps of {data['global_batch_size']} x "
         f"{data['seq_length']:,} tokens ({tokens / 1e6:,.0f} M), learning rate "
         f"{pretrain['lr']:g}, weight decay {config['optim']['weight_decay']:g}, "
-        f"seed {config['run']['seed']} |",
-    ]
+        f"seed {config['run']['seed']}",
+    }
+    return markdown_table(["", ""], rows.items())
 
 
 def card(root: Path, experiment: str) -> str:
@@ -115,13 +114,13 @@ def card(root: Path, experiment: str) -> str:
         "",
         "A model that was trained from nothing on generated problems, to be retrofitted.",
         "",
-        *properties,
+        properties,
         "",
         "## Accuracy",
         "",
         "One chain of a problem; in brackets the 95 % interval over the problems.",
         "",
-        *_accuracies(root),
+        _accuracies(root),
         "",
         "## Reproduce",
         "",

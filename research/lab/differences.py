@@ -20,6 +20,7 @@ from dms_train.cli.errors import run_main
 from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.results import RunResult, load
+from dms_train.tables import markdown_table
 
 _RETROFIT = re.compile(r"seed(\d+)_cr(\d+)")
 Scores = dict[str, float]  # scores of one chain, by document
@@ -67,12 +68,9 @@ def over_seeds(seeds: Sequence[Scores]) -> tuple[Estimate, list[float]]:
     return ratio(means, [1.0] * len(means)), each
 
 
-def table(teacher: RunResult, runs: Mapping[int, Sequence[RunResult]]) -> list[str]:
+def table(teacher: RunResult, runs: Mapping[int, Sequence[RunResult]]) -> str:
     """Return Markdown with a line for each length and a column for each ratio."""
-    lines = [
-        "| tokens of the chain | " + " | ".join(f"CR {cr}" for cr in runs) + " |",
-        "|" + "---|" * (len(runs) + 1),
-    ]
+    rows = []
     for index, length in enumerate(teacher.header["config"]["sweep"]["lengths"]):
         base, cells = chain_scores(teacher, index), []
         for seeds in runs.values():
@@ -81,8 +79,8 @@ def table(teacher: RunResult, runs: Mapping[int, Sequence[RunResult]]) -> list[s
                 f"{mean.value:+.1f} [{mean.low:+.1f}, {mean.high:+.1f}], "
                 f"{min(each):+.1f} to {max(each):+.1f}"
             )
-        lines.append(f"| {round(1024 * length):,} | " + " | ".join(cells) + " |")
-    return lines
+        rows.append([f"{round(1024 * length):,}", *cells])
+    return markdown_table(["tokens of the chain", *(f"CR {cr}" for cr in runs)], rows)
 
 
 def _run(folder: Path) -> int:
@@ -94,8 +92,7 @@ def _run(folder: Path) -> int:
     for run in (teacher, *(run for seeds in runs.values() for run in seeds)):
         if not chain_scores(run, 0):
             raise EvaluationError(f"{run.folders[0]}: its first problem has not been evaluated")
-    for line in table(teacher, runs):
-        print(line)
+    print(table(teacher, runs))
     for cr, seeds in runs.items():
         counts = ", ".join(f"{len(chain_scores(run, 0)):,}" for run in seeds)
         print(f"CR {cr}: problems of each seed: {counts}")

@@ -23,6 +23,7 @@ from dms_train.evaluation.analysis.charts import color
 from dms_train.evaluation.bootstrap import Estimate
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.results import RunResult, load
+from dms_train.tables import markdown_table
 from research.lab.arguments import picture
 from research.lab.differences import chain_scores, over_seeds
 from research.lab.scales import SCALES
@@ -139,17 +140,13 @@ def table(teacher: RunResult, retrofits: Runs) -> Table:
     return Table(title, sorted({cr for _, cr in retrofits}), rows)
 
 
-def markdown(shown: Table) -> list[str]:
+def markdown(shown: Table) -> str:
     """Return a line for each method and a column for each ratio; the original is in the first."""
-    lines = [
-        "| | " + " | ".join(f"CR {cr}" for cr in shown.ratios) + " |",
-        "|---" * (len(shown.ratios) + 1) + "|",
-    ]
+    rows = []
     for name, row in shown.rows.items():
         columns = [1, *shown.ratios[1:]] if name == _ORIGINAL else shown.ratios
-        cells = [str(row.get(cr, "")) for cr in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+        rows.append([name, *(row.get(cr, "") for cr in columns)])
+    return markdown_table(["", *(f"CR {cr}" for cr in shown.ratios)], rows)
 
 
 def drawn(tables: Sequence[Table]) -> Any:
@@ -183,7 +180,7 @@ def _run(folder: Path, figure: Path | None) -> int:
         teacher, runs = runs_of(folder, task)
         if teacher is not None and runs:
             tables.append(table(teacher, runs))
-            print("\n".join(["", tables[-1].title, "", *markdown(tables[-1])]))
+            print("\n".join(["", tables[-1].title, "", markdown(tables[-1])]))
     if not tables:
         raise EvaluationError(f"{folder}: no folder of a lab that has evaluated its teacher")
     if figure is not None:

@@ -218,7 +218,8 @@ def _stop(running: Iterable[_Running]) -> None:
 
 
 @contextmanager
-def _sigterm_ends(lab: Lab) -> Iterator[None]:
+def sigterm_ends(lab: Lab) -> Iterator[None]:
+    """End a lab and its commands on SIGTERM inside the block."""
     before = signal.signal(signal.SIGTERM, lab.leave)
     try:
         yield
@@ -245,13 +246,13 @@ def _settings(args: argparse.Namespace) -> Settings:
         seeds=args.seeds,
         also=args.also,
         device=resolve_device(args.device),
-        gpus=len(_gpus()) if resolve_device(args.device) != "cpu" else 0,
+        gpus=len(visible_gpus()) if resolve_device(args.device) != "cpu" else 0,
         rows=args.rows,
         workers=args.workers,
     )
 
 
-def _gpus() -> tuple[str, ...]:
+def visible_gpus() -> tuple[str, ...]:
     """Return the names in `CUDA_VISIBLE_DEVICES` of the GPUs that this process sees."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
@@ -261,14 +262,14 @@ def _gpus() -> tuple[str, ...]:
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     check_policies(settings.scale)
-    gpus = _gpus()[: settings.gpus]
+    gpus = visible_gpus()[: settings.gpus]
     jobs = args.jobs or (settings.scale.jobs if gpus else 1)
     wanted = {settings.root: steps(settings)}
     if args.long:
         wanted[settings.root / "long"] = long_steps(settings)
     labs = {root: Lab(root, jobs, gpus, args.seconds) for root in wanted}
     for root, lab in labs.items():
-        with _sigterm_ends(lab):
+        with sigterm_ends(lab):
             finished = lab.run(wanted[root])
         if not finished:
             print("the time is over; the same command continues", flush=True)

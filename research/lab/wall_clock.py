@@ -39,14 +39,14 @@ from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.registry import scorer as find_scorer
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
+from dms_train.tables import markdown_table
 from research.folders import RESULTS
 from research.lab.arguments import count, list_of, picture, seed
 from research.lab.steps import HF
 
 _WARM_UP_TOKENS = 64
 _MEBIBYTE = 2**20
-_HEAD = """| model | length-width | solved | seconds (least to most) | tokens/s |
-|---|---|---|---|---|"""
+_TITLES = ("model", "length-width", "solved", "seconds (least to most)", "tokens/s")
 
 
 def model_path(folder: Path, name: str, seed: int) -> Path:
@@ -177,16 +177,16 @@ def drawn(record: dict[str, Any]) -> Any:
     return figure
 
 
-def lines(name: str, model: dict[str, Any]) -> list[str]:
-    """Return Markdown with a line for each budget of a model."""
+def table(models: dict[str, Any]) -> str:
+    """Return Markdown with a line for each budget of each model."""
     rows = []
-    for budget in model["budgets"]:
-        spread = f"{budget['seconds_least']:.2f} to {budget['seconds_most']:.2f}"
-        rows.append(
-            f"| {name} | {budget['length']:g}-{budget['width']} | {budget['accuracy']:.3f} "
-            f"| {budget['seconds']:.2f} ({spread}) | {budget['tokens_s']:,} |"
-        )
-    return rows
+    for name, model in models.items():
+        for budget in model["budgets"]:
+            spread = f"{budget['seconds_least']:.2f} to {budget['seconds_most']:.2f}"
+            cost = f"{budget['seconds']:.2f} ({spread})", f"{budget['tokens_s']:,}"
+            settings = f"{budget['length']:g}-{budget['width']}"
+            rows.append([name, settings, f"{budget['accuracy']:.3f}", *cost])
+    return markdown_table(_TITLES, rows)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -206,10 +206,11 @@ def _run(args: argparse.Namespace) -> int:
         "settings": settings | {"problems": len(checked[args.models[0]].prompts)},
         "models": {},
     }
-    print(_HEAD)
+    print(table({}))
     for name, checked_run in checked.items():
         record["models"][name] = measure(checked_run, args)
-        print("\n".join(lines(name, record["models"][name])), flush=True)
+        rows = table({name: record["models"][name]}).split("\n", 2)[2]  # the header is printed
+        print(rows, flush=True)
     folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "wall_clock.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -220,14 +221,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     """Print a stored record."""
-    code = show(args.table, _table)
+    code = show(args.table, lambda record: table(record["models"]))
     _draw(json.loads(args.table.read_text(encoding="utf-8")), args.figure)
     return code
-
-
-def _table(record: dict[str, Any]) -> str:
-    rows = [line for name, model in record["models"].items() for line in lines(name, model)]
-    return "\n".join([_HEAD, *rows])
 
 
 def _draw(record: dict[str, Any], path: Path | None) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.records import origin
+from benchmarks.records import origin, write_page
 from dms_train.cli.config_source import ASSETS_DIR
 from dms_train.cli.errors import run_main
 from dms_train.data_prep.progress import progress_bar
@@ -34,7 +34,7 @@ from dms_train.inference.policies.registry import policy_names
 from research.policies.cases import DENSE, Case, cases
 from research.policies.exam import ExamTask
 from research.policies.stories import StoriesTask
-from research.policies.table import Row, tables, titled, write_page
+from research.policies.table import Row, tables, titled
 
 
 class Task(Protocol):
@@ -114,7 +114,8 @@ def _run(args: argparse.Namespace) -> None:
     by_task = tables(measure(_plan(args), args.results))
     print(titled(by_task))
     if args.page is not None:
-        write_page(args.page, by_task)
+        for task, text in by_task.items():
+            write_page(args.page, text, task)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -143,6 +143,16 @@ def test_base_loads_an_export_and_generates(base, export, tmp_path):
     assert "dms" in base.run("dms-inspect", export, cwd=tmp_path).stdout
 
 
+def test_base_compares_an_export_with_its_original_on_problems(base, export, tmp_path):
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1x+2=5:", "answers": ["3"]}\n')
+    teacher = base.site / "dms_train" / "assets" / "exam_teacher"
+    words = ("dms-validate", export, "--teacher", teacher, "--output", "report", "--max-tokens")
+    shown = base.run(*words, "2", "--problems", "problems.jsonl", cwd=tmp_path).stdout
+    assert "Self-test through the compact cache: passed" in shown
+    needed = base.run(*words, "2", "--data", "corpus", cwd=tmp_path, code=2).stderr
+    assert needed == 'dms-validate needs megatron-core: pip install "dms-train[train]"\n'
+
+
 def test_serve_answers_requests(wheel, export, tmp_path):
     serve = clean_environment.make(tmp_path / "environment", wheel, "serve")
     with subprocess.Popen(

@@ -41,10 +41,11 @@ def test_a_save_changes_nothing(folder: Path, layout: str, dtype: str) -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("how", ["resumed", "returned"])  # "returned": in the same engine
 @pytest.mark.parametrize(("layout", "dtype"), resume_runs.SAME)
-def test_a_resumed_run_is_bit_identical(folder: Path, layout: str, dtype: str) -> None:
+def test_a_resumed_run_is_bit_identical(folder: Path, layout: str, dtype: str, how: str) -> None:
     rows, weights = read(folder, f"{layout}-{dtype}-whole")
-    resumed_rows, resumed = read(folder, f"{layout}-{dtype}-resumed")
+    resumed_rows, resumed = read(folder, f"{layout}-{dtype}-{how}")
     print(f"{layout} {dtype}: losses {[round(row['loss'], 6) for row in rows]}")
     assert resumed_rows == rows[resume_runs.HALF :]
     assert resumed.keys() == weights.keys()

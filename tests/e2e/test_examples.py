@@ -1,4 +1,4 @@
-"""The scripts of examples/ and the Python of the documentation, on a model of a few steps."""
+"""What examples/ holds and the Python of the documentation, on a model of a few steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
+from dms_train import LLM, SamplingParams
 from tests.support import launch
 from tests.support.commands import write_commands
 
 EXAMPLES = launch.ROOT / "examples"
+SUFFIXES = (".ipynb", ".py", ".sh")
 PAGES = ("README.md", "docs/quickstart.md", "docs/guides/load_export.md", "docs/concepts/engine.md")
 # The pages' model, device and prompt, and what the exported one needs: it has 50 characters.
 OTHERWISE = {
@@ -74,9 +79,55 @@ def test_add_policy_holds_its_budget_and_the_tokens_of_an_interval(export):
     assert ratio > 1
 
 
+# The notebook's parameters for the embedded model, which knows 50 characters.
+SHEET = "1: Solve 7*k + 12 = 3*k + 40 for k.\nSolution 1. "
+PARAMETERS = {
+    "ORIGINAL": str(launch.ROOT / "dms_train" / "assets" / "exam_teacher"),
+    "QUESTION": SHEET,
+    "FILLER": "7*k = 28. ",
+    "FILLERS": 12,
+    "NEEDLE": "k = 5. ",
+    "NEEDLE_QUESTION": SHEET,
+    "MAX_TOKENS": 110,
+    "CHAT": False,
+}
+
+
+@pytest.fixture(scope="module")
+def cells(export: Path) -> list[Any]:
+    """Return the notebook's code cells with their outputs."""
+    notebook = nbformat.read(EXAMPLES / "smollm2.ipynb", as_version=4)
+    (first,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    written = set(re.findall(r"^(\w+) =", first.source, re.MULTILINE))
+    values = {**PARAMETERS, "RETROFIT": str(export)}
+    assert written == set(values)
+    first.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    NotebookClient(notebook, timeout=600).execute()
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.timeout(900)
+def test_the_notebook_prints_answers_and_caches_of_both_models(cells: list[Any], export: Path):
+    text = "".join(output["text"] for output in cells[2].outputs)
+    assert "The final answer is 7." in text.split("--- retrofit")[0]
+    greedy = SamplingParams(max_tokens=110, temperature=0, stop=("\n\n",))
+    for name, path in (("original", PARAMETERS["ORIGINAL"]), ("retrofit", export)):
+        kv = LLM(path).generate(SHEET, greedy)[0].kv
+        count = f"{kv.tokens} tokens seen, {kv.live_tokens:.0f} held, {kv.live_bytes:,} bytes"
+        assert f"--- {name}: {count}\n" in text
+
+
+@pytest.mark.timeout(900)
+def test_the_notebook_draws_the_cache_and_what_each_head_keeps(cells: list[Any]) -> None:
+    pictures = [
+        sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells
+    ]
+    assert pictures == [0, 0, 0, 0, 1, 1]
+
+
 def test_every_script_is_listed_in_the_readme():
     listed = set(re.findall(r"^\| `(\S+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
-    assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
+    assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in SUFFIXES}
 
 
 @pytest.mark.timeout(900)

@@ -12,10 +12,13 @@ import pytest
 
 from tests.support import hub_model, launch
 from tests.support.commands import write_commands
+from tests.support.served_model import TEMPLATE
 
 GUIDE = launch.ROOT / "docs" / "guides" / "real_model.md"
 # What needs the network, or would change the environment of the tests.
-NOT_HERE = ("hf download", "pip install", "python3.11 -m venv")
+NOT_HERE = ("hf download", "pip install", "python3.11 -m venv", "DOWNLOAD=1 make demo")
+# tests/research/test_recipe.py runs it.
+NOT_HERE += ("python -m research recipe",)
 # The guide's settings, and those of a model of 2 layers on a CPU.
 SMALLER = {
     "data.seq_length=4096": "data.seq_length=64 method.window=8",
@@ -42,7 +45,9 @@ def guide_commands() -> list[str]:
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The folder after all commands have run, and what each of them printed."""
     folder = tmp_path_factory.mktemp("guide")
-    hub_model.write_model(folder / "models" / "qwen3-0.6b")
+    model = folder / "models" / "qwen3-0.6b"
+    hub_model.write_model(model)
+    (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     hub_model.write_text(folder / "data" / "en" / "c4-train.00000-of-01024.json.gz")
     commands = write_commands(folder / "bin", launch.fork_server())
     path = os.pathsep.join([str(commands), os.environ["PATH"]])
@@ -81,3 +86,5 @@ def test_the_run_of_the_guide_leaves_what_the_guide_names(outputs):
     assert {path.name for path in (run / "exports").iterdir()} >= {"cr2", "cr3", "final"}
     spec = json.loads((run / "exports" / "final" / "hf" / "config.json").read_text())["dms"]["spec"]
     assert (spec["preset"], spec["window"]) == ("dms", 8)
+    card = (run / "exports" / "final" / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "| 1 | allenai/c4 | ODC-BY | - | 100.0% |" in card

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -38,6 +39,10 @@ SMALLER = {
     "--max-new-tokens 4096": "--max-new-tokens 16",
     "--limit 1000": "--limit 10",
     "--unconditional 1000": "--unconditional 10",
+    "--max-new-tokens 1536": "--max-new-tokens 16",
+    "--max-new-tokens 512": "--max-new-tokens 16",
+    "--beginning 32-512": "--beginning 4-32",
+    "DEVICE=cuda": "DEVICE=cpu SEQS=8 NEW_TOKENS=16",
 }
 _CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -68,6 +73,7 @@ def write_model(folder: Path) -> None:
         name: torch.ones(shape) if "norm" in name else 0.1 * torch.randn(shape, generator=generator)
         for name, shape in expected_shapes(from_hf_config(_CONFIG)).items()
     }
+    weights["lm_head.weight"][1] *= 10  # so that some continuations end
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -80,7 +86,20 @@ def write_data(folder: Path) -> None:
         parquet.write_table(table, traces / f"train-{part:05d}-of-00002.parquet")
     (folder / "math500.jsonl").write_text(json.dumps({"problem": "What is 3 + 1?"}))
     pairs = [{"prompt": f"Say {number}.", "completion": f"{number}"} for number in range(50)]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_lines(folder / "chat.jsonl", pairs)
+    # no answer of random weights is right, and rows without an answer are not verified
+    sums = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(4)]
+    write_lines(folder / "gsm8k.jsonl", [*sums, *({**one, "answer": None} for one in sums)])
+    write_lines(folder / "instructions.jsonl", [{"prompt": f"Count to {n}."} for n in range(4)])
+    books = folder.parent / "books"
+    books.mkdir()
+    sentences = "".join(f"I think the result is {n} so far.\n" for n in range(60))
+    for name in ("one.txt", "two.md"):
+        (books / name).write_text(sentences, encoding="utf-8")
+
+
+def write_lines(file: Path, rows: list[Any]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +107,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     """The folder after all commands have run, and what each of them printed."""
     folder = tmp_path_factory.mktemp("guide")
     write_model(folder / "models" / "r1-qwen-1.5b")
+    (folder / "models" / "smollm2-135m-instruct").symlink_to("r1-qwen-1.5b")
+    (folder / "scripts").symlink_to(launch.ROOT / "scripts")
     write_data(folder / "data")
     commands = write_commands(folder / "bin", launch.fork_server())
     path = os.pathsep.join([str(commands), os.environ["PATH"]])
@@ -144,6 +165,21 @@ def test_the_model_of_the_guide_continues_its_prompts(outputs):
     expected = f"{BEGIN}{USER}What is {{}} + 1?{ASSISTANT}<think>\n"
     assert prompts == [expected.format(number) for number in range(10)]
     assert [decode(one.tokens[one.mask == 0]) for one in free] == [BEGIN] * 10
+
+
+def test_the_training_text_of_the_guide_is_blended_with_its_terms(outputs):
+    folder, _ = outputs
+    manifest = read_manifest(folder / "data" / "smollm2" / "train")
+    names = ["gsm8k", "instructions", "continued", "books"]
+    assert [source.name for source in manifest.sources] == names
+    model = "smollm2-135m-instruct"
+    assert [(one.source, one.license, one.model) for one in manifest.origins] == [
+        ("openai/grade-school-math", "MIT", model),
+        ("unknown", "unknown", model),
+        ("https://openstax.org", "CC-BY-4.0", model),
+        ("https://openstax.org", "CC-BY-4.0", None),
+    ]
+    assert sum(one.tokens for one in manifest.origins) == manifest.tokens
 
 
 def test_the_model_of_the_guide_is_trained_on_them(outputs):

@@ -201,6 +201,42 @@ def test_a_killed_run_resumes_with_the_same_losses(folder: Path) -> None:
     assert rows(killed) == rows(folder / "whole")
 
 
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_a_hold_branch_leaves_the_final_weights_as_they_are(folder: Path) -> None:
+    """Killed in the branch at CR 2, between its first checkpoint and its end."""
+    stages = ["stage.run=[zero_neuron,retrofit,hold,export]", "stage.hold.steps=4"]
+    words = {name: [*retrofit(folder, name), *stages] for name in ("plain", "branched")}
+    train(1, *words["plain"], "parallel=single")
+    branched = [*words["branched"], "parallel=single", "stage.hold.branch_ratios=[2]"]
+    pauses = folder / "branch"
+    pauses.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, *paused_run.command(13, pauses, branched)],
+        env=launch.environment(),
+        cwd=launch.ROOT,
+        stderr=subprocess.DEVNULL,
+    )
+    paused_run.wait_for_pause(pauses, 1, lambda: process.poll() is None)
+    process.kill()
+    process.wait()
+    log = train(1, *branched)
+    assert "resuming from" in log
+    assert "step_00000012" in log  # inside the branch, which left after step 11
+    weights = {
+        (run, name): (folder / run / f"exports/{name}/hf/model.safetensors").read_bytes()
+        for run in words
+        for name in ("cr2", "final")
+    }
+    assert weights["branched", "final"] == weights["plain", "final"]
+    assert weights["branched", "cr2"] != weights["plain", "cr2"]
+    assert rows(folder / "branched") == rows(folder / "plain")
+    verified = launch.module(
+        "dms_train.checkpoints_tools.verify", str(folder / "branched/exports/cr2/hf")
+    )
+    assert "PASS" in launch.checked(verified)
+
+
 def test_a_run_folder_stands_for_its_newest_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "pretrain" / "checkpoints", run / "checkpoints")

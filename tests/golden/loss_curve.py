@@ -128,6 +128,7 @@ def _overrides(folder: Path) -> list[str]:
         "data.micro_batch_size=1",
         "data.global_batch_size=3",
         "data.eod_mask_loss=true",
+        "method.channel=0",
         "method.window=4",
         "stage.run=[zero_neuron,retrofit,hold,export,validate_export]",
         "stage.zero_neuron.steps=6",

@@ -107,11 +107,10 @@ WIRING = [
     Mutation(
         "the method of a run is that of the preset",
         APP_ENGINE,
-        "$ENGINE = McoreEngine($ARCHITECTURE, $CONFIG.method, $$$REST)",
+        "method = $CONFIG.method.override($$$CHANNEL)",
         "from dms_train.method.spec import PRESETS\n"
         "\n"
-        "method = PRESETS[$CONFIG.method.preset].override(window=$CONFIG.method.window)\n"
-        "$ENGINE = McoreEngine($ARCHITECTURE, method, $$$REST)",
+        "method = PRESETS[$CONFIG.method.preset].override(window=$CONFIG.method.window)",
         TRAINS + "[method.tau]",
     ),
     Mutation(

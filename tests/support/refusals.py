@@ -194,6 +194,7 @@ def _overrides(model: Path, data: Path, run: Path, changes: tuple[str, ...]) -> 
         "data.seq_length=32",
         "data.micro_batch_size=1",
         "data.global_batch_size=2",
+        "method.channel=0",
         "method.window=4",
         f"stage.zero_neuron.steps={STEPS[0]}",
         "stage.retrofit.target_cr=2",

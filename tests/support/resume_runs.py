@@ -100,6 +100,9 @@ def same_layout(layout: str, dtype: str, view: ParallelView, out: Path) -> None:
     engine.save(checkpoint, {"step": HALF}, wait=False)  # written while the weights change
     keep(engine, rows + train(engine, HALF, STEPS), out / f"{name}-saved")
     assert engine.finish_save(wait=True) == checkpoint
+    assert engine.load(checkpoint, with_optimizer=True)["step"] == HALF  # as after a branch
+    engine.begin_stage(RATE)
+    keep(engine, train(engine, HALF, STEPS), out / f"{name}-returned")
     engine = build(layout, dtype, view, 55)
     assert engine.load(checkpoint, with_optimizer=True)["step"] == HALF
     keep(engine, train(engine, HALF, STEPS), out / f"{name}-resumed")

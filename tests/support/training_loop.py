@@ -102,6 +102,11 @@ class FakeParts:
         (path / "run_state.json").write_text(json.dumps(state))
         self.events.append(("save", path.name, state["permanent"]))
 
+    def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+        assert with_optimizer
+        self.events.append(("load", path.name))
+        return json.loads((path / "run_state.json").read_text())
+
     def finish_save(self, *, wait: bool) -> Path | None:
         return None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from dms_train.evaluation.analysis.comparison import Cost, Margin, Mark, line
+from dms_train.evaluation.analysis.needles import NeedleCell, grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,6 +118,30 @@ def margin_chart(title: str, margins: Sequence[Margin], methods: Sequence[str]) 
         bar.set_gid(f"b{number}")
         texts[f"b{number}"] = f"{name}: {value:+.2f} points"
     return _svg(figure, title, texts)
+
+
+def needle_chart(title: str, cells: Sequence[NeedleCell]) -> str:
+    """Draw the accuracy of finding needles as one heat map for each label, depth over length."""
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(cell.label for cell in cells))
+    figure = Figure(figsize=(1.2 + 2.6 * len(labels), 3.2), layout="constrained")
+    figure.suptitle(title, fontsize=10, fontweight="bold")
+    for axes, label in zip(figure.subplots(1, len(labels), squeeze=False)[0], labels, strict=True):
+        lengths, depths, accuracies = grid([cell for cell in cells if cell.label == label])
+        shares = [[math.nan if share is None else share for share in row] for row in accuracies]
+        image = axes.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        for row, values in enumerate(accuracies):
+            for column, share in enumerate(values):
+                text = "" if share is None else f"{100 * share:.0f}"
+                axes.text(column, row, text, ha="center", va="center", fontsize=7)
+        axes.set_xticks(range(len(lengths)), [f"{n / 1024:g}k" for n in lengths], fontsize=8)
+        axes.set_yticks(range(len(depths)), [f"{depth}%" for depth in depths], fontsize=8)
+        axes.set_title(label, fontsize=9)
+    figure.supxlabel("context length (tokens)", fontsize=8)
+    figure.supylabel("depth", fontsize=8)
+    figure.colorbar(image, ax=figure.axes, label="accuracy")
+    return _svg(figure, title, {})
 
 
 def _figure(title: str, height: float) -> tuple[Figure, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,28 @@ class _Shared(NamedTuple):
     numbers: list[int]
 
 
+@dataclass(slots=True)
+class PeakTokens:
+    """Counter of the most tokens that each request holds; continuations count separately.
+
+    Attributes:
+        requests: Number of finished requests.
+        total: Their peak tokens, summed.
+        most: Largest of them.
+    """
+
+    requests: int = 0
+    total: float = 0.0
+    most: float = 0.0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count a finished request."""
+        for each in output.outputs:
+            self.requests += 1
+            self.total += each.kv.peak_live_tokens
+            self.most = max(self.most, each.kv.peak_live_tokens)
+
+
 class EngineLM(TemplateLM):  # type: ignore[misc]
     """A model for `lm_eval.simple_evaluate`, dense or exported with DMS.
 
@@ -70,6 +93,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     Attributes:
         engine: Runs the requests.
         tokenizer: Tokenizer of transformers.
+        peaks: Peak tokens of finished requests; a caller may replace the counter.
 
     Raises:
         EvaluationError: The directory has no tokenizer that transformers can read.
@@ -80,6 +104,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         directory = resolve(model)
         self.tokenizer = _tokenizer(directory)
         self.engine = InferenceEngine(directory, options)
+        self.peaks = PeakTokens()
         self._stop_ids = sorted(read_stop_ids(directory))
         self._seed, self._name = seed, str(model)
         self._prefix = self.tokenizer.decode(self.prefix_token_id)
@@ -331,6 +356,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                     for output in self.engine.step():
                         if output.finished:
                             _require_whole(output)
+                            self.peaks.add(output)
                             progress.update()
                             yield running.pop(output.request_id), output
         finally:

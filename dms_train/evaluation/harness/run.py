@@ -11,25 +11,28 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 from huggingface_hub import constants
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import handle_non_serializable, make_table
+from lm_eval.utils import handle_non_serializable
 
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.harness.model import EngineLM
+from dms_train.evaluation.harness.local_data import local_definitions
+from dms_train.evaluation.harness.model import EngineLM, PeakTokens
 from dms_train.evaluation.scaling.run import model_hash
 from dms_train.hf.directory import resolve
+from dms_train.inference.accounting import TotalKV
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions
 
 _PACKAGES = ("dms-train", "lm-eval", "torch", "transformers", "tokenizers", "datasets")
-_COLUMNS = (
-    *("requests", "tokens", "cr_factor", "kv_reads", "prefill_reads"),
-    *("peak_live_tokens", "peak_live_bytes", "peak_allocated_bytes"),
+_SUMS = ("requests", "tokens", "kv_reads", "prefill_reads")
+_BY_TASK = (  # blocks of the harness' results with an entry for each task or group
+    *("results", "groups", "group_subtasks", "configs", "versions", "n-shot"),
+    *("higher_is_better", "n-samples", "samples"),
 )
 RESULTS = "results.json"
 
@@ -47,6 +50,7 @@ class HarnessOptions:
         system_instruction: Text before every prompt.
         apply_chat_template: Turn prompts into chats by the model's template.
         seed: Seed of the choice of examples and of sampled answers.
+        data: Folder of data files that tasks read instead of the hub's; see `local_data`.
         download: Fetch data sets from the hub where they are absent.
     """
 
@@ -58,6 +62,7 @@ class HarnessOptions:
     system_instruction: str | None = None
     apply_chat_template: bool = False
     seed: int = 1234
+    data: Path | None = None
     download: bool = False
 
     def __post_init__(self) -> None:
@@ -75,34 +80,63 @@ def require_unused(folder: Path) -> None:
         raise EvaluationError(f"{folder}: holds results already; choose another --output")
 
 
-def load_tasks(options: HarnessOptions) -> list[Any]:
+class LoadedTasks(NamedTuple):
+    """Tasks with their data.
+
+    Attributes:
+        items: Tasks and groups in the order of the options.
+        definitions: For each task that reads local files: its definition, files and changes.
+    """
+
+    items: list[Any]
+    definitions: dict[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tasks and groups."""
+        return [getattr(item, "task_name", None) or item.name for item in self.items]
+
+
+def load_tasks(options: HarnessOptions) -> LoadedTasks:
     """Load the tasks and groups with their data, from this machine unless `download`.
 
     Raises:
         EvaluationError: A task is not known or not supported, or its data set is not there.
     """
-    manager = _manager(options)
-    loaded: list[Any] = []
-    with _network(allowed=options.download):
-        for name in dict.fromkeys(options.tasks):
-            entry = _load(manager, name, download=options.download)
-            groups = entry.get("groups", {})
-            nested = {child for group in groups.values() for child in group.child_names}
-            tops = [group for key, group in groups.items() if key not in nested]
-            loaded += tops or list(entry["tasks"].values())
-            for key, task in entry["tasks"].items():
-                if getattr(task, "UNSAFE_CODE", False):
-                    raise EvaluationError(
-                        f"task {key}: runs programs that the model wrote without limits; use "
-                        "dms-eval task.name=livecodebench --allow-code for programs"
-                    )
-    return loaded
+    manager, names = _manager(options), dict.fromkeys(options.tasks)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_network(allowed=options.download))
+        local: dict[str, Any] = {}
+        if options.data is not None:
+            definitions = local_definitions(manager.task_index, options.data)
+            local = stack.enter_context(definitions)
+        entries = [_load(manager, name, download=options.download) for name in names]
+    items = [item for entry in entries for item in _top_level(entry)]
+    loaded = {name for entry in entries for name in entry["tasks"]}
+    return LoadedTasks(items, {name: local[name] for name in sorted(loaded & set(local))})
+
+
+def _top_level(entry: dict[str, Any]) -> list[Any]:
+    """Return the outermost groups of a name, or its tasks; refuse tasks that run programs."""
+    for key, task in entry["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise EvaluationError(
+                f"task {key}: runs programs that the model wrote without limits; use "
+                "dms-eval task.name=humaneval (or livecodebench) --allow-code for programs"
+            )
+    groups = entry.get("groups", {})
+    nested = {child for group in groups.values() for child in group.child_names}
+    return [group for key, group in groups.items() if key not in nested] or list(
+        entry["tasks"].values()
+    )
 
 
 def evaluate(
-    model: str, engine_options: EngineOptions, tasks: list[Any], options: HarnessOptions
-) -> dict[str, Any]:
-    """Evaluate tasks; return results in the form of lm-evaluation-harness, with a block `dms`.
+    model: str, engine_options: EngineOptions, tasks: LoadedTasks, options: HarnessOptions
+) -> Iterator[dict[str, Any]]:
+    """Evaluate tasks one after the other; yield the results so far after each.
+
+    Results have the form of lm-evaluation-harness and a block `dms`.
 
     Args:
         model: Directory or hub id (local cache only).
@@ -116,10 +150,45 @@ def evaluate(
     """
     started, directory = time.monotonic(), resolve(model)
     lm = EngineLM(model, engine_options, seed=options.seed)
+    results: dict[str, Any] = {}
+    dms: dict[str, Any] = {
+        "model": model,
+        "model_sha256": model_hash(directory),
+        "engine": asdict(engine_options),
+        **conditions(tasks, options),
+        "kv_by_task": {},
+    }
+    peaks: list[PeakTokens] = []
+    for name, item in zip(tasks.names, tasks.items, strict=True):
+        before, lm.peaks = lm.engine.kv, PeakTokens()
+        _merge(results, _evaluate_item(lm, item, options))
+        peaks.append(lm.peaks)
+        after = lm.engine.kv
+        if after is not None:
+            dms["kv_by_task"][name] = cost_between(before, after) | _peak_tokens(peaks[-1:])
+            dms["kv"] = cost_between(None, after) | _peak_tokens(peaks) | _memory(lm.engine, after)
+        dms["seconds"] = time.monotonic() - started
+        results["dms"] = dms
+        yield results
+
+
+def conditions(tasks: LoadedTasks, options: HarnessOptions) -> dict[str, dict[str, Any]]:
+    """Return what two runs must have in common to be compared, as plain JSON."""
+    names = ("num_fewshot", "limit", "gen_kwargs", "system_instruction", "apply_chat_template")
+    return {
+        "settings": {name: getattr(options, name) for name in (*names, "seed")},
+        "definitions": tasks.definitions,
+        "versions": {name: _version(name) for name in _PACKAGES}
+        | {"python": platform.python_version()},
+    }
+
+
+def _evaluate_item(lm: EngineLM, item: Any, options: HarnessOptions) -> dict[str, Any]:
+    """Return the harness' results for one task or group."""
     limit = options.limit
     results: dict[str, Any] = simple_evaluate(
         model=lm,
-        tasks=tasks,
+        tasks=[item],
         task_manager=TaskManager(include_defaults=False),
         num_fewshot=options.num_fewshot,
         limit=int(limit) if limit is not None and limit >= 1 else limit,
@@ -130,23 +199,23 @@ def evaluate(
         torch_random_seed=options.seed,
         fewshot_random_seed=options.seed,
     )
-    results["dms"] = {
-        "model": model,
-        "model_sha256": model_hash(directory),
-        "engine": asdict(engine_options),
-        "kv": _kv(lm.engine),
-        "seconds": time.monotonic() - started,
-        "versions": {name: _version(name) for name in _PACKAGES}
-        | {"python": platform.python_version()},
-    }
     return results
+
+
+def _merge(results: dict[str, Any], further: dict[str, Any]) -> None:
+    """Add the results of further tasks to those so far."""
+    for key, value in further.items():
+        if key in _BY_TASK and key in results:
+            results[key].update(value)
+        else:
+            results[key] = value
 
 
 def write_results(results: dict[str, Any], folder: Path, *, samples: bool) -> None:
     """Write `results.json`, and the samples of each task as JSON lines if asked for.
 
     Args:
-        results: From `evaluate`.
+        results: From `evaluate`; files of fewer tasks are replaced.
         folder: Output folder; created if absent.
         samples: Also write prompts, answers and scores of every document.
     """
@@ -160,14 +229,6 @@ def write_results(results: dict[str, Any], folder: Path, *, samples: bool) -> No
     partial = folder / f"{RESULTS}.partial"
     partial.write_text(text + "\n", encoding="utf-8")
     partial.rename(folder / RESULTS)
-
-
-def table(results: dict[str, Any]) -> str:
-    """Return the harness' tables of results, as Markdown."""
-    tables: list[str] = [make_table(results)]
-    if results.get("groups"):
-        tables.append(make_table(results, "groups"))
-    return "\n".join(tables)
 
 
 @contextlib.contextmanager
@@ -203,6 +264,10 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
         raise EvaluationError(f"task {name}: lm-evaluation-harness has no such task{hint}")
     try:
         loaded: dict[str, Any] = manager.load([name])
+    except ModuleNotFoundError as error:
+        raise EvaluationError(
+            f"task {name}: needs the package {error.name}; install it, pip install {error.name}"
+        ) from None
     except Exception as error:  # errors of the hub, of data sets, of the task's own code
         reason = " ".join(str(error).split())[:200]
         hint = "" if download else "; --download fetches its data set where it is not on this disk"
@@ -210,12 +275,37 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
     return loaded
 
 
-def _kv(engine: InferenceEngine) -> dict[str, Any] | None:
-    total = engine.kv
-    if total is None:
-        return None
-    numbers = {name: getattr(total, name) for name in _COLUMNS}
-    return {**numbers, "cr_factors": total.cr_factors.tolist(), "preemptions": engine.preemptions}
+def cost_between(before: TotalKV | None, after: TotalKV) -> dict[str, Any]:
+    """Return the cost of the requests between two reports of an engine.
+
+    `cr_factor` is tokens seen over tokens held when requests finished, as in `TotalKV`.
+    """
+    sums = {name: getattr(after, name) for name in _SUMS}
+    held = after.tokens / after.cr_factors
+    if before is not None:
+        sums = {name: value - getattr(before, name) for name, value in sums.items()}
+        held = held - before.tokens / before.cr_factors
+    factors = sums["tokens"] / held
+    cr_factor = 1.0 / (1.0 / factors).mean().item()
+    return {**sums, "cr_factor": cr_factor, "cr_factors": factors.tolist()}
+
+
+def _peak_tokens(peaks: list[PeakTokens]) -> dict[str, float]:
+    """Return mean and maximum over requests; tokens are means over layers and KV heads."""
+    requests = sum(each.requests for each in peaks)
+    return {
+        "peak_tokens": sum(each.total for each in peaks) / max(1, requests),
+        "peak_tokens_max": max(each.most for each in peaks),
+    }
+
+
+def _memory(engine: InferenceEngine, total: TotalKV) -> dict[str, int]:
+    """Return what concurrent requests held together."""
+    return {
+        "peak_live_bytes": total.peak_live_bytes,
+        "peak_allocated_bytes": total.peak_allocated_bytes,
+        "preemptions": engine.preemptions,
+    }
 
 
 def _version(package: str) -> str:

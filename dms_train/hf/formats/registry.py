@@ -6,13 +6,18 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+from dms_train.hf.errors import HFError
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
 from dms_train.hf.formats.nested import nested_format
-from dms_train.hf.json_files import read_config
+from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.typed import typed
+from dms_train.hf.values import Values
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import OPTIONS
+from dms_train.version import __version__
 
+MARKER_FILE = "export.json"  # written into every export
+DENSE = "dense"  # format of an export without a method
 _NOT_FORMATS = ("base", "flat", "nested", "registry")
 
 
@@ -88,6 +93,26 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
     return export_format.advice(model)
 
 
+def require_known_format(directory: Path) -> None:
+    """Refuse an export in a format that this version lacks; it would count as a dense model.
+
+    Raises:
+        HFError: The message names the version to install.
+    """
+    if not (directory / MARKER_FILE).is_file():
+        return
+    marker = Values(f"{directory}: {MARKER_FILE}", read_json(directory / MARKER_FILE))
+    name = marker.values.get("export_format", DENSE)
+    if name != DENSE and name not in FORMATS:
+        writer = str(marker.block("provenance").block("versions").values.get("dms-train"))
+        is_known = writer[:1].isdigit()  # not in a source tree
+        needed = f"dms-train {writer} or newer" if is_known else "a newer dms-train"
+        raise HFError(
+            f"{directory}: export format {name!r} is unknown to dms-train {__version__}; "
+            f"install {needed}"
+        )
+
+
 @typed
 def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, Stated] | None:
     """Read what a retrofitted model states, with its format; None for a dense model.
@@ -99,9 +124,11 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
 
     Raises:
         FileNotFoundError: If there is no config.json.
-        HFError: If the keys are incomplete, contradictory or of a variant not supported.
+        HFError: If the keys are incomplete, contradictory or of a variant not supported, or a newer
+            version wrote the export in a format of its own.
     """
     directory = Path(directory)
+    require_known_format(directory)
     config = read_config(directory)
     for name, export_format in FORMATS.items():
         stated = export_format.read(directory, config, adapter)

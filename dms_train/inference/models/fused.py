@@ -25,7 +25,7 @@ from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.kernels.layers.types import EmbeddingTables, LinearWorkspace, NormedInput
 
 _SEQUENCES = 64  # most sequences of a program
-_SHARED_BYTES = 192 * 2**10  # largest program; an H100 has 227 KiB
+_SHARED_BYTES = 192 * 2**10  # shared memory of the largest program; an H100 has 227 KiB
 _CACHED_BYTES = 16 * 2**20  # weights that stay in the L2 cache of an H100 or H200
 
 

@@ -13,9 +13,9 @@ One forward pass of a layer calls, in this order:
 1. `on_store`: stored and arriving tokens get their state; arriving ones are identified by position.
 2. Unscored policies and a single token: `evict_mask` and `merge`, then the kept tokens and the
    arriving one are stored; `select` may restrict what is read; attention.
-   Otherwise: attention over stored and arriving tokens. `evict_mask` masks them at every query;
-   scored policies see all of them and then call `observe`. `evict_mask` at the newest token and
-   `merge` follow. Then the kept tokens are stored.
+   Otherwise: attention over stored and arriving tokens. `evict_mask` masks them at every query. A
+   scored policy masks none, and `observe` follows instead. Then `evict_mask` at the newest token
+   and `merge`, and the kept tokens are stored.
 
 After the last layer of a pass that ends prompts, `balance` may set the policy's tensors of all
 layers; `evict_mask` and `merge` are then asked once more for each layer of these sequences, with

@@ -52,8 +52,8 @@ class D2OOptions(BudgetOptions):
             receive: `softmax` of -decay * F, `reciprocal` of F, or `uniform`.
         decay: Factor in `softmax` of `allocation`.
         variance_norm: Scale of the variance: `raw`; `by_len` divides the sums by the length of the
-            prompt; `head_minmax` scales the KV heads of a layer to the range 0 to 1. None takes
-            `by_len`, with `reference_compat` `head_minmax`.
+            prompt; `head_minmax` scales the variances of a layer's KV heads to the range 0 to 1.
+            None takes `by_len`, with `reference_compat` `head_minmax`.
         reference_compat: Follow the authors' code. Layers 0, 1 and the last one are not compressed;
             the other layers keep from 1 % to 100 %. The first eviction follows the first generated
             token. All heads merge the same rows. Similarities are the weights of a mean.
@@ -193,8 +193,9 @@ class D2OPolicy(CachePolicy):
 def attention_variance(received: Tensor, position: Tensor, norm: str) -> Tensor:
     """Return the variance F of the attention that tokens of one layer have received, [b].
 
-    The attention of a token is averaged over the KV heads; a head that has evicted it gives 0. With
-    `head_minmax`, each head has its own variance, and F is their mean.
+    The attention of a token is averaged over the KV heads; a head that has evicted it gives 0. The
+    variance is over the tokens that any head holds. With `head_minmax`, each head has its own
+    variance over the tokens that it holds, and F is their mean.
 
     Args:
         received: [b, h, s], summed over the queries, mean over the query heads of a KV head.

@@ -31,27 +31,35 @@ class DMSPolicy(CachePolicy):
         return WindowRule(evicts=MARKED, window=self.window, shift=self.shift)
 
     def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
-        """Mark the tokens whose decision arrives. signal: bool [b, h, n].
-
-        Padding between two arriving tokens decides like a masked token; other padding does not.
-        """
-        assert arrival.signal is not None
-        real = arrival.position >= 0
-        start = real.int().argmax(1, keepdim=True)  # [b, 1]
-        base = arrival.position.gather(1, start) - start  # position of the first column
-        column = slots.position + self.shift - base[:, :, None]  # column of the governing token
-        last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
-        inside = (column >= start[:, :, None]) & (column <= last[:, :, None])
-        governed = inside & (slots.position >= 0) & real.any(1)[:, None, None]
-        decision = arrival.signal.gather(2, column.clamp(0, real.shape[1] - 1)).to(
-            slots.state.dtype
-        )
-        return torch.where(governed, decision, slots.state[..., 0]).unsqueeze(-1)
+        """Mark the tokens whose decision arrives. signal: bool [b, h, n]."""
+        return signals_by_slot(slots, arrival, self.shift)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Return whether a token is outside the window of the query and marked."""
         late = at[:, None, :, None] - slots.position[:, :, None, :] > self.window
         return late & (slots.state[..., 0] > 0)[:, :, None, :]
+
+
+def signals_by_slot(slots: Slots, arrival: NewTokens, shift: int) -> Tensor:
+    """Return the state [b, h, s, 1] after signals [b, h, n] arrived that govern single tokens.
+
+    Padding between two arriving tokens decides like a masked token; other padding does not.
+
+    Args:
+        slots: Stored and arriving tokens.
+        arrival: Arriving tokens.
+        shift: Distance from a token to the signal that governs it.
+    """
+    assert arrival.signal is not None
+    real = arrival.position >= 0
+    start = real.int().argmax(1, keepdim=True)  # [b, 1]
+    base = arrival.position.gather(1, start) - start  # position of the first column
+    column = slots.position + shift - base[:, :, None]  # column of the governing token
+    last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
+    inside = (column >= start[:, :, None]) & (column <= last[:, :, None])
+    governed = inside & (slots.position >= 0) & real.any(1)[:, None, None]
+    signal = arrival.signal.gather(2, column.clamp(0, real.shape[1] - 1)).to(slots.state.dtype)
+    return torch.where(governed, signal, slots.state[..., 0]).unsqueeze(-1)
 
 
 POLICY = PolicyKind(

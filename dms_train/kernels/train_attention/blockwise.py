@@ -27,7 +27,7 @@ def dms_attention(
     key: Tensor,
     value: Tensor,
     log_keep: Tensor | None,
-    window: int,
+    window: int | None,
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -55,7 +55,7 @@ def dms_attention(
 
 
 def _with_bias(
-    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, window: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, window: int | None, scale: float
 ) -> Tensor:
     b, s, hq, d = query.shape
     hk = key.shape[2]
@@ -71,7 +71,9 @@ class _Blockwise(torch.autograd.Function):
     """Attend q [n, s * r, d], scaled, to k and v [n, s, d]; log_keep [n, s]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, window: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, window: int | None
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, log_keep)
         ctx.window = window
         out = torch.empty_like(q)
@@ -106,10 +108,13 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:
     return [(first, last, slice(first * r, last * r)) for first, last in bounds]
 
 
-def _weights(q: Tensor, k: Tensor, log_keep: Tensor, window: int, first: int, last: int) -> Tensor:
+def _weights(
+    q: Tensor, k: Tensor, log_keep: Tensor, window: int | None, first: int, last: int
+) -> Tensor:
     """Compute the attention weights of queries first .. last - 1 on all keys before `last`."""
     distance = _distance(first, last, 0, q.device)
-    bias = torch.where(distance > window, log_keep[:, None, :last], 0.0)
+    by_key = log_keep[:, None, :last]
+    bias = by_key * distance if window is None else torch.where(distance > window, by_key, 0.0)
     bias.masked_fill_(distance < 0, float("-inf"))
     scores = torch.bmm(q, k[:, :last].transpose(1, 2))
     scores.view(len(q), last - first, -1, last).add_(bias[:, :, None])
@@ -117,9 +122,16 @@ def _weights(q: Tensor, k: Tensor, log_keep: Tensor, window: int, first: int, la
 
 
 def _add_bias_gradient(
-    d_log_keep: Tensor, d_scores: Tensor, window: int, first: int, last: int
+    d_log_keep: Tensor, d_scores: Tensor, window: int | None, first: int, last: int
 ) -> None:
-    """Sum d_scores [n, rows, last] for each key over the queries whose window excludes it."""
+    """Sum d_scores [n, rows, last] for each key over the queries whose window excludes it.
+
+    Without a window, sum over all queries, each times its distance.
+    """
+    if window is None:
+        by_query = d_scores.unflatten(1, (last - first, -1)).sum(2)
+        d_log_keep[:, :last] += (by_query * _distance(first, last, 0, by_query.device)).sum(1)
+        return
     old = max(0, first - window)  # these keys are outside the window of every query
     d_log_keep[:, :old] += d_scores[:, :, :old].sum(1)
     edge = d_scores[:, :, old:].unflatten(1, (last - first, -1)).sum(2)

@@ -31,7 +31,7 @@ def dms_attention(
     key: Tensor,
     value: Tensor,
     log_keep: Tensor | None,
-    window: int,
+    window: int | None,
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -66,9 +66,18 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _eviction(log_keep: Tensor, window: int, query_heads: int) -> Callable[..., Tensor]:
-    """Return a score function that adds log_keep [b, hk, s] to keys outside the window."""
+def _eviction(log_keep: Tensor, window: int | None, query_heads: int) -> Callable[..., Tensor]:
+    """Return a score function that adds log_keep [b, hk, s] to keys outside the window.
+
+    Without a window, it adds log_keep times the distance.
+    """
     ratio = query_heads // log_keep.shape[1]
+
+    def decay(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + (i - j) * log_keep[b, h // ratio, j]
+
+    if window is None:
+        return decay
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(i - j > window, score + log_keep[b, h // ratio, j], score)

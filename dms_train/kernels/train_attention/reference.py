@@ -14,7 +14,7 @@ def dms_attention(
     key: Tensor,
     value: Tensor,
     log_keep: Tensor | None,
-    window: int,
+    window: int | None,
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -47,8 +47,11 @@ def dms_attention(
     positions = torch.arange(s, device=query.device)
     bias = scores.new_zeros(b, hk, s, s)
     if log_keep is not None:
-        late = outside_window(positions, positions, window)
-        bias = torch.where(late, log_keep[:, :, None, :].to(scores.dtype), bias)
+        by_key = log_keep[:, :, None, :].to(scores.dtype)
+        if window is None:
+            bias = by_key * (positions[:, None] - positions).clamp(min=0)
+        else:
+            bias = torch.where(outside_window(positions, positions, window), by_key, bias)
     hidden = positions[None, :] > positions[:, None]
     if cu_seqlens is not None:
         documents = document_of(cu_seqlens, s)

@@ -39,7 +39,7 @@ def dms_attention(
     key: Tensor,
     value: Tensor,
     log_keep: Tensor | None,
-    window: int,
+    window: int | None,
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -49,8 +49,10 @@ def dms_attention(
     attention is called unless documents are packed.
 
     Raises:
-        KernelError: Several packed samples, or a head size above 256.
+        KernelError: Several packed samples, no window, or a head size above 256.
     """
+    if window is None:
+        raise KernelError("kernels=triton: has no bias that grows with distance; use kernels=auto")
     if log_keep is None and cu_seqlens is None:
         return causal_attention(query, key, value, scale)
     if log_keep is None:

@@ -52,11 +52,9 @@ class MethodState:
         loss: LossOptions = PLAIN_LOSS,
         fused_on: torch.device | None = None,
     ) -> None:
-        self.options = options
         self.loss_options = loss
-        self.spec = options.spec
         self.fused = fused_on is not None
-        self.layer = method_layer(self.spec, _layer_kernels() if self.fused else None)
+        self.set_options(options)
         self.attend = attend
         self.plan = StepPlan()
         self.step: int | Tensor = 0
@@ -68,6 +66,12 @@ class MethodState:
             self.target = torch.zeros((), dtype=torch.float64, device=fused_on)
             self.channel_scale = torch.ones((), device=fused_on)
         self._dense_stats: dict[tuple[int, int, int], Tensor] = {}
+
+    def set_options(self, options: MethodOptions) -> None:
+        """Make `options` the method of the next passes."""
+        self.options = options
+        self.spec = options.spec
+        self.layer = method_layer(self.spec, _layer_kernels() if self.fused else None)
 
     def set_plan(self, plan: StepPlan) -> None:
         """Make `plan` the plan of the next passes."""
@@ -146,7 +150,8 @@ class CoreAttention(MegatronModule):
             if log_keep is not None:
                 log_keep = log_keep.transpose(0, 1).flatten(1)[None]
         q, k, v = heads
-        out = self.method.attend(q, k, v, log_keep, self.method.spec.window, self.scale, cu_seqlens)
+        window = None if self.method.spec.decays else self.method.spec.window
+        out = self.method.attend(q, k, v, log_keep, window, self.scale, cu_seqlens)
         s, b, n, d = query.shape
         return out.view(b, s, n, d).transpose(0, 1).reshape(s, b, -1)
 

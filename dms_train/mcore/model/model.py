@@ -52,7 +52,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         num_query_groups=a.num_query_groups,
         kv_channels=a.kv_channels,
         add_qkv_bias=a.add_qkv_bias,
-        # makes megatron sum q and k norm gradients over the tensor-parallel group, even of one rank
+        # makes megatron sum q and k norm gradients over the tensor-parallel group, also without
+        # sequence parallelism
         qk_layernorm=a.qk_layernorm,
         layernorm_epsilon=a.layernorm_epsilon,
         normalization="RMSNorm",
@@ -71,7 +72,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
         sequence_parallel=options.sequence_parallel,
-        # Batched messages mix up two messages between the same two ranks, without an error.
+        # The interleaved schedule may exchange two messages between the same two ranks at a time;
+        # batched, they would be mixed up without an error.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         recompute_granularity=options.recompute_granularity,

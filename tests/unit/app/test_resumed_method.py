@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dms_train.app.run_folder import resume_point
 from dms_train.app.start_point import StartPoint
-from dms_train.config.build import ConfigError
+from dms_train.config.build import ConfigError, to_mapping
+from dms_train.config.frozen import CONFIG_FILE
 from dms_train.mcore.checkpoints import checksums
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.training.state import TrainState
@@ -61,3 +63,16 @@ def test_each_changed_constant_is_one_line_with_both_values_and_the_fix(run: Pat
     ):
         assert all(fact in line for fact in facts), line
         assert "step_00000007" in line
+
+
+def test_a_resumed_run_keeps_the_channel_of_its_checkpoint(run: Path) -> None:
+    chosen = configs.config(run__dir=str(run), **TRAINED, method__channel="auto")
+    file = run / CONFIG_FILE
+    file.write_text(yaml.safe_dump(to_mapping(configs.config(run__dir=str(run), **TRAINED))))
+    found = resume_point(chosen, START)
+    assert found is not None
+    assert found.spec is not None
+    assert found.spec.channel == 0
+    other = configs.config(run__dir=str(run), **TRAINED, method__channel=3)
+    with pytest.raises(ConfigError, match=r"method\.channel=3: .*trained with 0; write method"):
+        resume_point(other, START)

@@ -160,3 +160,18 @@ def test_inference_is_planned_for_every_batch_length_and_ratio(monkeypatch, caps
 def test_inference_values_that_cannot_be_are_refused(monkeypatch, capsys, words):
     assert run_plan(monkeypatch, "--inference", *words) == 2
     assert words[1].split(",")[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"method__channel": "auto"}, "channel auto (ranked at the start)"),
+        ({"method__channel": "auto", "stage__run": ["pretrain"]}, "channel auto"),
+        ({"method__channel": 3}, "channel 3"),
+    ],
+)
+def test_the_plan_names_the_channel_or_says_that_it_is_ranked(changes, shown):
+    text = describe(
+        configs.config(**{"model__path": "model", **changes}), configs.architecture(), 1
+    )
+    assert f"dms: kind dms, {shown}," in text

@@ -101,8 +101,11 @@ def test_wrong_types_are_refused(path, value, expected):
 
 
 WRONG = ({"a": 1}, [[1]], object())
-DMC_KEYS = {f"method.{name}" for name in dataclasses.asdict(PRESETS["dmc"])} - {
-    f"method.{name}" for name in dataclasses.asdict(PRESETS["dms"])
+OTHER_METHODS = {  # a preset that has the key, for keys that DMS lacks
+    f"method.{name}": preset
+    for preset in ("dmc", "trim_kv")
+    for name in dataclasses.asdict(PRESETS[preset])
+    if name not in dataclasses.asdict(PRESETS["dms"])
 }
 
 
@@ -113,8 +116,8 @@ def test_a_value_of_a_wrong_type_is_one_line_for_every_key(key: str, value: obje
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     architecture["rope_scaling"] = {**scaling, "original_max_position_embeddings": 8192}
     given = configs.mapping(model__architecture=architecture)
-    if key in DMC_KEYS:
-        given["method"] = dataclasses.asdict(PRESETS["dmc"])
+    if key in OTHER_METHODS:
+        given["method"] = dataclasses.asdict(PRESETS[OTHER_METHODS[key]])
     target = given
     *blocks, name = key.split(".")
     for block in blocks:

@@ -67,7 +67,8 @@ def test_defaults_require_only_model_and_data():
 
 def test_every_key_can_be_overridden_without_a_plus():
     plain = to_mapping(compose([*GIVEN, "model=scratch"]))
-    plain["method"] |= to_mapping(compose([*GIVEN, "method=dmc"]))["method"]
+    for method in ("dmc", "trim_kv"):
+        plain["method"] |= to_mapping(compose([*GIVEN, f"method={method}"]))["method"]
     for path in valid_paths():
         if not path.startswith("model.architecture.rope_scaling."):
             value: typing.Any = plain
@@ -94,7 +95,13 @@ def test_yaml_repeats_the_defaults_of_the_code(block, cls):
 @pytest.mark.parametrize("preset", [n for n, spec in PRESETS.items() if spec.kind == "dms"])
 def test_one_value_of_a_preset_is_replaced(preset):
     changed = compose([*GIVEN, f"method={preset}", "method.window=16"]).method
-    assert changed == PRESETS[preset].override(window=16)
+    channel = "auto" if preset == "dms" else -1
+    assert changed == PRESETS[preset].override(window=16, channel=channel)
+
+
+@pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("7", 7), ("-1", -1)])
+def test_the_channel_is_a_number_or_auto(word, value):
+    assert compose([*GIVEN, f"method.channel={word}"]).method.channel == value
 
 
 @pytest.mark.parametrize(

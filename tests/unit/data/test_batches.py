@@ -12,6 +12,8 @@ from dms_train.data.batches import Batch, BatchSource, Sample
 from dms_train.data.errors import DataError
 from dms_train.data.options import DataOptions
 from dms_train.data.tokens import build_datasets
+from dms_train.method.documents import PackedDocuments
+from tests.support import tiny
 
 SEQ = 4
 
@@ -137,3 +139,26 @@ def test_real_token_files(tmp_path: Path, make_shard: Callable[..., str]) -> Non
     ]
     rows = torch.cat([part.microbatches(8)[0].tokens for part in parts])
     assert torch.equal(rows, torch.stack([train[i].tokens for i in range(8, 12)]))
+
+
+def test_a_batch_is_cut_to_its_first_positions() -> None:
+    batch = tiny.batch(0, size=3, length=12)
+    cut = batch.first(2, 5)
+    assert torch.equal(cut.tokens, batch.tokens[:2, :5])
+    assert torch.equal(cut.labels, batch.labels[:2, :5])
+    assert torch.equal(cut.loss_mask, torch.ones(2, 5))  # also where the batch masks its loss
+    assert cut.samples.tolist() == [0, 1]
+    assert cut.documents is None
+
+
+def test_packed_documents_are_cut_at_the_end_and_padding_counts_in_no_loss() -> None:
+    batch = tiny.packed(tiny.batch(0, size=2, length=12), [[4, 6, 2], [1, 2]])
+    cut = batch.first(2, 5)
+    expected = PackedDocuments.of([torch.tensor([4, 1]), torch.tensor([1, 2])], 5)
+    assert cut.documents is not None
+    for name in ("cu_seqlens", "first", "end", "tokens", "dense_reads"):
+        assert torch.equal(getattr(cut.documents, name), getattr(expected, name)), name
+    assert cut.loss_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    alone = batch.first(1, 12)
+    assert alone.documents is not None
+    assert alone.documents.tokens.tolist() == [12]

@@ -318,3 +318,46 @@ def test_exam_sheets_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_question_range_must_be_a_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["exam-sheets", "--out", str(tmp_path), "--sheets", "1", "--n-min", "3"]
     refused(capsys, main([*command, "--n-max", "2"]), "--n-min 3 is above --n-max 2")
+
+
+def test_a_folder_gives_all_of_its_text_files_in_order(
+    tmp_path: Path, exam_tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    books = tmp_path / "books"
+    files = {"b.md": "one", "a/z.txt": "two", "a/c.rst": "three", "d.tex": "four"}
+    for name, text in {**files, "x.pdf": "no", ".git/y.md": "no", "a/.z.txt": "no"}.items():
+        (books / name).parent.mkdir(parents=True, exist_ok=True)
+        (books / name).write_text(text, encoding="utf-8")
+    (books / "rows.jsonl").write_text('{"text": "five"}\n', encoding="utf-8")
+    assert tokenize(books, exam_tokenizer, "--source", "https://a.b/c", "--license", "CC0") == 0
+    assert documents(books, exam_tokenizer) == ["three", "two", "one", "four", "five"]
+    manifest = read_manifest(tmp_path / "out")
+    names = ["c.rst", "z.txt", "b.md", "d.tex", "rows.jsonl"]
+    assert [(one.name, one.rows) for one in manifest.sources] == [(name, 1) for name in names]
+    (origin,) = manifest.origins
+    assert (origin.source, origin.license, origin.model) == ("https://a.b/c", "CC0", None)
+    assert (origin.sha256, origin.tokens) == (manifest.bin_sha256, manifest.tokens)
+    capsys.readouterr()
+    (tmp_path / "empty").mkdir()
+    assert tokenize(tmp_path / "empty", exam_tokenizer, "--overwrite") == 2
+    assert "empty: no .txt, .md, .rst, .tex, .jsonl file in this folder" in capsys.readouterr().err
+
+
+def test_a_file_of_another_encoding_in_a_folder_is_named(
+    tmp_path: Path, exam_tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "old.md").write_bytes("caf\u00e9".encode("latin-1"))
+    assert tokenize(tmp_path / "books", exam_tokenizer) == 2
+    assert f"{tmp_path / 'books' / 'old.md'}:1: not UTF-8" in capsys.readouterr().err
+    assert not left(tmp_path)
+
+
+def test_passages_hold_whole_lines_and_the_whole_text(tmp_path: Path, exam_tokenizer: str) -> None:
+    lines = ["", "", *("two and one" for _ in range(8)), "", "", "three", "", ""]
+    source = write(tmp_path, "book.md", "\n".join(lines) + "\n")
+    assert tokenize(source, exam_tokenizer, "--passages", "30") == 0
+    found = [text.split() for text in documents(source, exam_tokenizer)]
+    assert " ".join(" ".join(words) for words in found) == " ".join(" ".join(lines).split())
+    # blank lines at the beginning of the first document count as its characters
+    assert [len(words) for words in found] == [9, 9, 7]

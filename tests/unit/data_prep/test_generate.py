@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dms_train import LLM, SamplingParams
 from dms_train.data.manifest import read_manifest
 from dms_train.data.reader import ShardReader
 from dms_train.data_prep.prepare import main
+from dms_train.evaluation.answers import Attempt, verify_answer
 from dms_train.hf.architecture import from_hf_config
 from dms_train.hf.tensors import expected_shapes
 from dms_train.inference.engine import InferenceEngine
@@ -85,7 +87,9 @@ def generate(tmp_path: Path, model: str) -> Callable[..., int]:
         given = [*words, "--output", str(tmp_path / name)]
         if "--model" not in words:
             given += ["--model", model]
-        return main(["generate", *given, "--max-new-tokens", str(NEW)])
+        if "--max-new-tokens" not in words:
+            given += ["--max-new-tokens", str(NEW)]
+        return main(["generate", *given])
 
     return run
 
@@ -163,7 +167,7 @@ def test_a_continuation_is_the_one_that_its_seed_gives_alone(
         for index, output in enumerate(alone):
             assert found[2 * number + index][0] == prompt + output.token_ids
             named = {"stop": "finished", "length": "cut"}[str(output.finish_reason)]
-            expected = {"end": named, "tokens": len(output.token_ids)}
+            expected = {"end": named, "tokens": len(output.token_ids), "outcome": "kept"}
             assert record["continuations"][index] == expected
             ends.append(named)
         assert found[2 * number] != found[2 * number + 1]
@@ -257,6 +261,7 @@ def test_a_killed_call_goes_on_and_gives_the_same_files(
 ) -> None:
     file = write_rows([{"prompt": f"Therefore, {number}"} for number in range(40)])
     words = [file, "--model", model, "--continuations", "2", "--max-num-seqs", "4"]
+    words += ["--only-finished", "--source", "here"]
     assert generate(*words, name="whole") == 0
     given = ["generate", *words, "--output", str(tmp_path / "out"), "--max-new-tokens", str(NEW)]
     process = subprocess.Popen(
@@ -274,6 +279,107 @@ def test_a_killed_call_goes_on_and_gives_the_same_files(
     assert not (tmp_path / "out.work").exists()
 
 
+def test_tokens_have_the_probabilities_of_the_model(
+    tmp_path: Path, model: str, generate: Callable[..., int]
+) -> None:
+    draws = 2000
+    words = ("--unconditional", str(draws), "--max-new-tokens", "1", "--max-num-seqs", "64")
+    assert generate(*words) == 0
+    counts = np.bincount([tokens[-1] for tokens, _ in documents(tmp_path / "out")], minlength=512)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([[BOS]])).logits[0, -1]
+    expected = draws * torch.softmax(logits.double(), -1).numpy()
+    often = (
+        expected >= 5
+    )  # where the statistic is about chi-squared distributed; the rest is pooled
+    pooled = [np.append(each[often], each[~often].sum()) for each in (counts, expected)]
+    statistic = float(((pooled[0] - pooled[1]) ** 2 / pooled[1]).sum())
+    freedom = len(pooled[0]) - 1
+    assert freedom > 20
+    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_documents_begin_with_a_random_length_of_each_passage(
+    tmp_path: Path, model: str, generate: Callable[..., int]
+) -> None:
+    folder = tmp_path / "books"
+    (folder / "part").mkdir(parents=True)
+    lines = [f"Line {number} of the book, so that it has a name.\n" for number in range(150)]
+    (folder / "one.txt").write_text("\n\n" + "".join(lines[:100]), encoding="utf-8")
+    (folder / "part" / "two.md").write_text("".join(lines[100:]), encoding="utf-8")
+    (folder / "part" / "notes.pdf").write_bytes(b"%PDF")
+    (folder / ".hidden.txt").write_text("no", encoding="utf-8")
+    assert generate(str(folder), "--beginning", "4-40", "--max-new-tokens", "2") == 0
+    passages = [""]
+    for number, line in enumerate(lines):
+        passages[-1] += line
+        if len(passages[-1]) >= 8 * 40 or number == 99:  # a file ends its last passage
+            passages.append("")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)  # not Qwen2's, which splits digits
+    found = documents(tmp_path / "out")
+    assert len(found) == len(passages[:-1] if not passages[-1] else passages)
+    lengths = [mask.index(1) for _, mask in found]
+    for (tokens, _), passage, length in zip(found, passages, lengths, strict=False):
+        assert tokens[:length] == tokenizer(passage)["input_ids"][:length]
+    assert min(lengths) >= 4
+    assert max(lengths) <= 40
+    assert len(set(lengths)) > len(lengths) / 3
+    sources = read_manifest(tmp_path / "out").sources
+    assert [source.name for source in sources] == ["one.txt", "two.md"]
+
+
+def test_documents_of_rows_that_are_too_short_are_left_out(
+    tmp_path: Path, write_rows: WriteRows, generate: Callable[..., int]
+) -> None:
+    rows = [{"text": "I think the result is 3. " * 4}, {"text": "Okay"}]
+    assert generate(write_rows(rows), "--beginning", "6-8") == 0
+    assert [one["outcome"] for one in records(tmp_path / "out")] == ["kept", "too_short"]
+
+
+def test_filters_are_applied_and_counted(
+    tmp_path: Path,
+    model: str,
+    write_rows: WriteRows,
+    generate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = write_rows([{"prompt": f"Hm {n}", "answer": n if n < 3 else None} for n in range(9)])
+    words = (file, "--continuations", "2", "--only-finished")
+    assert generate(file, "--continuations", "2", name="all") == 0
+    assert generate(*words, "--answer-column", "answer") == 0
+    every, kept = documents(tmp_path / "all"), documents(tmp_path / "out")
+    # random weights write no answer, so that only rows without one are left
+    assert kept == [one for one in every[6:] if one[0][-1] == EOS]
+    assert 0 < len(kept) < 12
+    decode = PreTrainedTokenizerFast.from_pretrained(model).decode
+    expected = Counter(kept=len(kept), unfinished=12 - len(kept))
+    for tokens, mask in every[:6]:
+        text = decode(tokens[mask.index(1) :], skip_special_tokens=True)
+        finished = tokens[-1] == EOS
+        expected[verify_answer(Attempt("1", text)).value if finished else "unfinished"] += 1
+    found = read_manifest(tmp_path / "out").preparation
+    assert found is not None
+    assert found["outcomes"] == dict(+expected)
+    assert sum(found["continuations"].values()) == 18
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_the_terms_of_a_finished_shard_can_be_corrected(
+    tmp_path: Path, model: str, write_rows: WriteRows, generate: Callable[..., int]
+) -> None:
+    file = write_rows(ROWS[:2])
+    assert generate(file) == 0
+    tokens = (tmp_path / "out.bin").read_bytes()
+    (before,) = read_manifest(tmp_path / "out").origins
+    assert (before.source, before.license, before.model) == ("unknown", "unknown", "model0")
+    assert generate(file, "--license", "MIT", "--source", "someone/prompts") == 0
+    manifest = read_manifest(tmp_path / "out")
+    (origin,) = manifest.origins
+    assert (origin.source, origin.license) == ("someone/prompts", "MIT")
+    assert (origin.sha256, origin.tokens) == (manifest.bin_sha256, manifest.tokens)
+    assert (tmp_path / "out.bin").read_bytes() == tokens
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -285,6 +391,10 @@ def test_a_killed_call_goes_on_and_gives_the_same_files(
         (("nobody/nothing",), ("local hub cache", "--allow-network")),
         ((), ("--unconditional",)),
         (("--unconditional", "2", "bad.jsonl"), ("files, one hub id or --unconditional",)),
+        (("--unconditional", "2", "--answer-column", "a"), ("leave out --column, --chat",)),
+        (("good.jsonl", "--beginning", "2-4", "--chat"), ("leave out --chat and --suffix",)),
+        (("good.jsonl", "--answer-column", "b"), ("--answer-column b: no row has an answer",)),
+        (("empty",), ("empty: no .parquet, .jsonl",)),
         (("--unconditional", "2", "--top-p", "3"), ("top_p=3.0",)),
         (("--unconditional", "2", "--max-model-len", "4096"), ("the model takes 128",)),
         (("--unconditional", "2", "--model", "absent/there/at/all"), ("no such directory",)),
@@ -306,6 +416,8 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
     monkeypatch.delattr(InferenceEngine, "__init__")  # nothing may be loaded
     write_rows([*({"prompt": "a"} for _ in range(40)), {"text": "a"}], "bad.jsonl")
     write_rows([{"prompt": 3}], "number.jsonl")
+    write_rows([{"prompt": "a", "a": 1}], "good.jsonl")
+    Path("empty").mkdir()
     Path("broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     before = sorted(tmp_path.iterdir())
     assert generate(*words) == 2

@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dms_train.data.manifest import Source, file_sha256, read_manifest
+from dms_train.data.manifest import Source, file_sha256, read_manifest, write_manifest
+from dms_train.data.origins import UNKNOWN_TERMS, Terms, counted
 from dms_train.data.reader import ShardReader
 from dms_train.data.writer import ShardWriter
 from dms_train.data_prep.prepare import main
@@ -67,6 +69,39 @@ def test_weights_are_shares_of_the_tokens_throughout(tmp_path: Path) -> None:
     assert len(set(found)) == len(found)
     assert set(range(500, 800)) <= set(found)  # b is used up
     assert [source.rows for source in reader.manifest.sources] == [len(found) - 300, 300]
+
+
+def test_origins_are_the_tokens_of_each_shard(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(5, 40, (2, 200)).tolist()
+    names = [shard(tmp_path / name, 300 * n, lengths[n]) for n, name in enumerate("ab")]
+    for name, terms in zip(names, (Terms(source="s", license="MIT"), UNKNOWN_TERMS), strict=True):
+        manifest = read_manifest(name)
+        own = counted(terms, manifest.bin_sha256, manifest.tokens)
+        write_manifest(name, replace(manifest, origins=(own,) if terms.license == "MIT" else ()))
+    assert main(["mix", f"{names[0]}=1", f"{names[1]}=3", "--output", str(tmp_path / "c")]) == 0
+    tokens = [0, 0]
+    for document in ShardReader(tmp_path / "c"):
+        tokens[int(document.tokens[0]) >= 300] += len(document.tokens)
+    origins = read_manifest(tmp_path / "c").origins
+    hashes = [file_sha256(Path(f"{name}.bin")) for name in names]
+    assert [(one.source, one.license, one.sha256, one.tokens) for one in origins] == [
+        ("s", "MIT", hashes[0], tokens[0]),
+        ("unknown", "unknown", hashes[1], tokens[1]),
+    ]
+    d = shard(tmp_path / "d", 700, [sum(tokens)])
+    assert main(["mix", str(tmp_path / "c"), d, "--output", str(tmp_path / "e")]) == 0
+    assert [one.tokens for one in read_manifest(tmp_path / "e").origins] == [*tokens, sum(tokens)]
+
+
+def test_a_larger_vocabulary_may_come_second(tmp_path: Path) -> None:
+    a = shard(tmp_path / "a", 0, [5])
+    with ShardWriter(
+        tmp_path / "b", vocab_size=70_000, eod_id=None, tokenizer_sha256="a" * 64
+    ) as writer:
+        writer.add(np.full(3, 69_999, np.int32))
+        writer.finish((Source(name="words", sha256="b" * 64, rows=1),))
+    assert main(["mix", a, str(tmp_path / "b"), "--output", str(tmp_path / "out")]) == 0
+    assert sorted(numbers(tmp_path / "out")) == [0, 69_999]
 
 
 def test_without_weights_every_document_is_there_once_in_a_seeded_order(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from dms_train.export.writer import MARKER_FILE
 from dms_train.families import FAMILIES
-from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.architecture import from_hf_config, to_hf_config
 from dms_train.hf.directory import WeightReader, read_architecture
 from dms_train.hf.formats import ExportRefused, read_spec
 from dms_train.hf.formats.flat import METADATA_FILE
+from dms_train.hf.formats.registry import MARKER_FILE
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.selftest import REFERENCE, SelfTest
 from dms_train.hf.tensors import expected_shapes
@@ -62,6 +62,27 @@ def test_expected_shapes_are_those_of_transformers(export, load, architecture, f
     model = load(export(family, None), trust_remote_code=False)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == expected_shapes(architecture(family))
+
+
+@pytest.mark.parametrize("preset", [None, "dms", "dms_nvidia"])
+def test_the_config_of_the_original_is_carried_over(export, architecture, spec, tmp_path, preset):
+    original = {
+        **to_hf_config(architecture("qwen3")),
+        "initializer_range": 0.041666666666666664,
+        "attention_dropout": 0.1,
+        "bos_token_id": 3,
+        "eos_token_id": [4, 5],
+        "pad_token_id": 6,
+        "max_window_layers": 2,
+    }
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "config.json").write_text(json.dumps(original))
+    s = None if preset is None else spec(preset)
+    dtype = torch.float32 if preset is None else torch.bfloat16
+    written = read_config(export("qwen3", s, source_dir=tmp_path / "original", dtype=dtype))
+    changed = {"architectures", "model_type"} if s is not None else set()
+    kept = {key: value for key, value in original.items() if key not in changed}
+    assert {key: written.get(key) for key in kept} == kept
 
 
 def test_own_format_needs_its_code(export, load, spec):

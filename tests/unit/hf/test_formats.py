@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 
+from dms_train.hf.directory import read_architecture
+from dms_train.hf.errors import HFError
 from dms_train.hf.formats import (
     FORMATS,
     ExportedModel,
@@ -20,8 +23,10 @@ from dms_train.hf.formats import (
 )
 from dms_train.hf.formats.fastdms import LOG_FILE
 from dms_train.hf.formats.flat import METADATA_FILE
+from dms_train.hf.formats.registry import MARKER_FILE
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.method.spec import PRESETS
+from dms_train.version import __version__
 
 BF16 = torch.bfloat16
 
@@ -265,3 +270,22 @@ def test_a_broken_log(export):
     write(directory.parent / LOG_FILE, config=stated)
     with pytest.raises(ValueError, match=r"training_log\.json: .*window"):
         read_spec(directory)
+
+
+@pytest.mark.parametrize("read", [read_spec, read_architecture])
+@pytest.mark.parametrize(
+    ("versions", "needed"),
+    [
+        ({"dms-train": "0.9.0"}, "dms-train 0.9.0 or newer"),
+        ({"dms-train": "not installed"}, "a newer dms-train"),
+        ({}, "a newer dms-train"),
+    ],
+)
+def test_a_format_of_a_newer_version_is_refused(export, read, versions, needed):
+    directory = export("llama", None, dtype=BF16)
+    assert read_spec(directory) is None
+    marker = {"export_format": "keyed", "provenance": {"versions": versions}}
+    (directory / MARKER_FILE).write_text(json.dumps(marker))
+    expected = f"export format 'keyed' is unknown to dms-train {__version__}; install {needed}"
+    with pytest.raises(HFError, match=f"^{re.escape(f'{directory}: {expected}')}$"):
+        read(directory)

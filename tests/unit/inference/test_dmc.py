@@ -136,7 +136,11 @@ def test_a_batch_decodes_what_each_request_decodes_alone(export: Export) -> None
     assert llm.kv.live_bytes == llm.engine._runner.cache.used_pages == 0
 
 
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("export", "kernels"),
+    [*((name, "reference") for name in CASES), ("qwen3", "triton"), ("long", "triton")],
+    indirect=["export"],
+)
 def test_chains_go_on_from_a_shared_prompt(export: Export, kernels: str) -> None:
     """Their slots and newest tokens are their own; more of them than rows."""
     directory, forward = export

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks.word_tokenizer import write_word_tokenizer
 from dms_train.cli.generate import main
+from tests.support import served_model
 from tests.unit.inference.conftest import small_spec
 
 
@@ -62,3 +64,25 @@ def test_a_prompt_file_holds_one_prompt_a_line(folder, tmp_path, capsys):
     file.write_bytes(b"one\n\xff")
     assert main(command) == 2
     assert f"{file}:2: not UTF-8" in capsys.readouterr().err
+
+
+def test_chat_makes_a_prompt_a_user_turn(tmp_path):
+    model, file = str(served_model.write_model(tmp_path)), tmp_path / "out.json"
+    command = [model, "--max-tokens", "1", "--json", str(file)]
+    assert main([*command, "--chat", "--prompt", "Hello.", "--prompt", "<b>"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    for request, text in zip(
+        json.loads(file.read_text())["requests"], ["Hello.", "<b>"], strict=True
+    ):
+        chat = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        expected = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        assert request["prompt_token_ids"] == expected
+
+
+def test_chat_needs_a_template_and_text(tmp_path, capsys):
+    model = str(served_model.write_model(tmp_path, chat=False))
+    assert main([model, "--chat", "--prompt", "Hello."]) == 2
+    assert "the model has no chat template" in capsys.readouterr().err
+    assert main([model, "--chat", "--token-ids", "1,2"]) == 2
+    assert "--token-ids: --chat takes text" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_a_damaged_file_is_the_same_as_none(tuned_file, text) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refuses where there is no GPU")
 def test_the_command_refuses_without_a_gpu() -> None:
-    command = [sys.executable, "-c", "from dms_train.cli.tune import main; main()", "128"]
+    command = [sys.executable, "-m", "dms_train.cli.tune", "128"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

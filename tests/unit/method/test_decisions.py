@@ -57,7 +57,8 @@ def test_logits_are_scale_times_eviction_channel_less_offset_in_float32() -> Non
 
 def test_a_eviction_channel_of_zero_gives_minus_the_offset_exactly() -> None:
     for spec in PRESETS.values():
-        assert decisions.eviction_logits(torch.zeros(3), spec).tolist() == [-5.0] * 3
+        logits = decisions.eviction_logits(torch.zeros(3), spec)
+        assert logits.tolist() == [-spec.alpha_offset] * 3
 
 
 def test_relaxation_is_the_sigmoid_of_the_noisy_logit_over_tau() -> None:

@@ -42,6 +42,30 @@ DMC_TABLE: dict[str, dict[str, Any]] = {
     "dmc_c": {"consistency": 1.0},
     "dmc_hardc": {"heads": "shared"},
 }
+TRIM_KV = {
+    "kind": "trim_kv",
+    "channel": 0,
+    "alpha_scale": 100.0,
+    "alpha_offset": 8.0,
+    "window": 0,
+    "clear_after_rope": False,
+    "alpha_in_loss": "soft",
+    "tau": 1.0,
+    "aux_form": "mean",
+    "budget": 512,
+    "capacity_weight": 1.0,
+}
+KVZAP = {
+    "kind": "kvzap",
+    "channel": 0,
+    "alpha_scale": 10.0,
+    "alpha_offset": 5.0,
+    "window": 128,
+    "clear_after_rope": False,
+    "alpha_in_loss": "soft",
+    "tau": 1.0,
+    "aux_form": "mean",
+}
 TABLE: dict[str, dict[str, Any]] = {
     "dms": {
         "channel": 0,
@@ -70,11 +94,13 @@ TABLE: dict[str, dict[str, Any]] = {
 def test_presets_are_exactly_the_table() -> None:
     expected = {name: {"preset": name, **COMMON, **values} for name, values in TABLE.items()}
     expected |= {name: {"preset": name, **DMC, **values} for name, values in DMC_TABLE.items()}
+    expected["kvzap"] = {"preset": "kvzap", **KVZAP}
+    expected["trim_kv"] = {"preset": "trim_kv", **TRIM_KV}
     assert {name: dataclasses.asdict(options) for name, options in PRESETS.items()} == expected
 
 
 def test_what_is_stored_is_the_version_and_what_no_training_decides() -> None:
-    training = {"alpha_in_loss", "aux_form", "consistency", "prior"}
+    training = {"alpha_in_loss", "aux_form", "consistency", "prior", "capacity_weight"}
     for name, preset in PRESETS.items():
         values = dataclasses.asdict(preset)
         kept = {key: value for key, value in values.items() if key not in training}
@@ -92,7 +118,9 @@ def test_a_spec_without_a_method_is_of_dms_and_an_unknown_method_is_refused() ->
     values = PRESETS["dms"].to_dict()
     del values["kind"]
     assert spec_from_dict(values) == PRESETS["dms"].spec
-    with pytest.raises(ValueError, match=r"method\.kind=dma: choose one of dmc, dms"):
+    with pytest.raises(
+        ValueError, match=r"method\.kind=dma: choose one of dmc, dms, kvzap, trim_kv"
+    ):
         spec_from_dict({**values, "kind": "dma"})
 
 
@@ -190,8 +218,8 @@ REFUSED = [
     ("alpha_in_loss", "other"),
     ("aux_form", "other"),
     ("eviction", "other"),
-    ("channel", 1),
     ("channel", -2),
+    ("channel", "first"),
     ("decision_shift", 2),
     ("decision_shift", -1),
     ("window", 0),
@@ -234,14 +262,27 @@ def test_governing_shift_adds_the_window_only_when_immediate(
 
 
 def test_every_problem_of_a_method_is_named_at_once() -> None:
-    values = {**dataclasses.asdict(PRESETS["dms"].spec), "window": 0, "channel": 3, "tau": 0.0}
+    values = {**dataclasses.asdict(PRESETS["dms"].spec), "window": 0, "channel": -2, "tau": 0.0}
     training = {"alpha_in_loss": "soft", "aux_form": "mean"}
     lines = list(limits.problems(DMSOptions(**values, **training), "method"))
     keys = {line.partition("=")[0] for line in lines}
     assert keys == {"method.window", "method.channel", "method.tau"}
     with pytest.raises(ValueError, match="window") as caught:
         DMSSpec(**values)
-    assert str(caught.value).splitlines() == lines
+    own = [line.removesuffix(", or auto") for line in lines]  # no model is stored with auto
+    assert str(caught.value).splitlines() == own
+
+
+def test_a_specification_has_a_number_where_the_options_have_auto() -> None:
+    options = PRESETS["dms"].override(channel="auto")
+    assert (options.channel, options.spec.channel, options.to_dict()["channel"]) == ("auto", 0, 0)
+    with pytest.raises(ValueError, match=r"method\.channel='auto': expected a whole number"):
+        spec_from_dict({**options.to_dict(), "channel": "auto"})
+
+
+def test_auto_is_refused_where_the_ranking_measures_another_model() -> None:
+    with pytest.raises(ValueError, match=r"method.channel=auto: .*RoPE; set method.channel=-1"):
+        PRESETS["dms_nvidia"].override(channel="auto")
 
 
 @pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(DMSSpec)])

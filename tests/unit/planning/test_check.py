@@ -193,7 +193,9 @@ def test_stages_that_make_no_sense(changes, expected):
         ({"data__split": "a,b,c"}, "data.split=a,b,c: use train,validation,test shares"),
         ({"data__split": "0,1,1"}, "data.split=0,1,1"),
         ({"method__preset": "dmss"}, "method.preset=dmss: choose one of"),
-        ({"method__channel": 3}, "method.channel=3: use 0 (first) or -1 (last)"),
+        ({"method__channel": 16}, "method.channel=16: a head has 16 channels; use at most 15"),
+        ({"method__channel": -2}, "method.channel=-2: use at least -1, or auto"),
+        ({"method__channel": "x"}, "method.channel=x: use a number, or auto"),
         ({"method__alpha_in_loss": "x"}, "method.alpha_in_loss=x: choose one of"),
     ],
 )

@@ -108,6 +108,7 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "skipped_in_a_row": 0,
         "exported": "cr3",
         "due_export": None,
+        "branch_start": None,
         "permanent": True,
         "architecture": {"family": "llama"},
     }

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from dms_train.app import task_evaluation
-from dms_train.app.export_evaluation import evaluation_target
 from dms_train.cli import validate as validate_command
 from dms_train.config.build import build, build_dataclass
 from dms_train.config.schema import StageBlock
 from dms_train.data.batches import Sample
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.export_comparison import evaluation_target
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.evaluation.options import EvaluationOptions, ValidateOptions
 from dms_train.evaluation.scaling import run as scaling

@@ -201,6 +201,7 @@ WIRES: dict[str, Wire] = {
     "stage.retrofit.loss": Wire("lm", losses("retrofit"), {"lm"}),
     "stage.retrofit.lr": Wire(3e-3, max_lr("retrofit")),
     "stage.hold.steps": Wire(4, lambda b: len(plans("hold")(b))),
+    "stage.hold.branch_ratios": Wire([2], lambda b: b.recorded.of("load"), [("step_00000004",)]),
     "stage.hold.loss": Wire("lm", losses("hold"), {"lm"}),
     "stage.hold.lr": Wire(3e-3, max_lr("hold")),
     "stage.hold.min_lr_ratio": Wire(0.5, lambda b: rate("hold")(b).min_lr / rate("hold")(b).max_lr),

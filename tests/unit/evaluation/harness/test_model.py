@@ -141,6 +141,33 @@ def test_eviction_changes_what_is_compared(models, ours, evaluated):
         assert max(abs(torch.tensor(a).sum() - torch.tensor(b).sum()) for a, b in pairs) > 0.01
 
 
+@pytest.mark.parametrize(
+    ("policy", "given", "in_prompt"),
+    [
+        ("streaming_llm", {"budget": 32}, True),
+        ("h2o", {"budget": 32}, True),
+        ("window", {"window": 32}, True),
+        ("snapkv", {"budget": 32}, False),
+        ("keydiff", {"budget": 32}, False),
+    ],
+)
+def test_policies_evict_prompts_before_choices_are_scored(models, policy, given, in_prompt):
+    context = "".join(f"{n}x + {n + 3} = {5 * n}\n" for n in range(1, 8)) + "x ="
+    assert 64 < len(context) < LONGEST
+    asked = requests("loglikelihood", *((context, choice) for choice in (" 2", " 31")))
+
+    def scored(**options: Any) -> tuple[EngineLM, list[float]]:
+        lm = EngineLM(models["dense"], EngineOptions(**OPTIONS, **options))
+        return lm, [value for value, _ in lm.loglikelihood(asked, disable_tqdm=True)]
+
+    _, kept = scored()
+    lm, values = scored(policy=policy, policy_options=given)
+    assert lm.engine.kv.cr_factor > 2
+    assert all(abs(a - b) > 0.01 for a, b in zip(kept, values, strict=True))
+    # some policies evict while they read the prompt, others when they have read it
+    assert (lm.peaks.most < 40) == in_prompt
+
+
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, args, number) for number, args in enumerate(arguments)]
 

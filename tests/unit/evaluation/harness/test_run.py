@@ -34,6 +34,11 @@ def workspace(tmp_path_factory) -> Path:
         "task: absent_data\ndataset_path: openai/gsm8k\ndataset_name: main\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: question\ndoc_to_target: answer\n"
     )
+    (tasks / "code.py").write_text("import no_such_package\n\n\ndef text(doc):\n    return ''\n")
+    (tasks / "package.yaml").write_text(
+        "task: absent_package\ndataset_path: json\ntest_split: test\n"
+        "output_type: generate_until\ndoc_to_text: !function code.text\ndoc_to_target: ''\n"
+    )
     return root
 
 
@@ -90,6 +95,81 @@ def test_results_have_the_cost_of_the_cache_and_the_model(workspace, written):
     assert dms["engine"]["enable_prefix_caching"]
 
 
+def test_peak_tokens_are_those_of_single_requests(written, workspace):
+    given = ("--limit", "4", "--policy", "keep_all", "--max-num-seqs", "8", "--log-samples")
+    assert main(words(workspace, CHOOSE, "peaks", *given)) == 0
+    folder = workspace / "peaks"
+    kv = json.loads((folder / "results.json").read_text())["dms"]["kv"]
+    samples = [json.loads(line) for line in (folder / f"samples_{CHOOSE}.jsonl").open()]
+    # a token is a character; the last token of a continuation is scored and never stored
+    lengths = [sum(map(len, pair)) - 1 for each in samples for pair in each["arguments"]]
+    assert len(lengths) == kv["requests"] == 16
+    assert kv["peak_tokens"] == pytest.approx(sum(lengths) / 16)
+    assert kv["peak_tokens_max"] == max(lengths)
+    by_task = json.loads((written / "results.json").read_text())["dms"]["kv_by_task"]
+    assert set(by_task) == {"sheets", ROLL}
+    total = json.loads((written / "results.json").read_text())["dms"]["kv"]
+    for name in ("requests", "tokens", "kv_reads", "prefill_reads"):
+        assert sum(each[name] for each in by_task.values()) == pytest.approx(total[name])
+    held = sum(each["tokens"] / each["cr_factor"] for each in by_task.values())
+    assert total["tokens"] / held == pytest.approx(total["cr_factor"])
+
+
+def test_a_model_is_printed_beside_its_original(workspace, capsys):
+    original = workspace / "original"
+    write_model(original, None, 0, workspace / "tokenizer")
+    given = ("--limit", "4", "--log-samples", "--original", str(original), "--window", "8")
+    assert main(words(workspace, f"{CHOOSE},{ROLL}", "pair", *given, "--policy", "window")) == 0
+    printed = capsys.readouterr().out
+    both = {
+        name: json.loads((workspace / "pair" / part / "results.json").read_text())
+        for name, part in (("model", ""), ("original", "original"))
+    }
+    assert both["original"]["dms"]["model"] == str(original)
+    assert both["original"]["dms"]["kv"]["cr_factor"] == pytest.approx(1)
+    assert both["model"]["dms"]["kv"]["cr_factor"] > 2
+    for key in ("settings", "definitions", "versions"):
+        assert both["original"]["dms"][key] == both["model"]["dms"][key]
+    asked = [
+        [(line["doc_id"], line["arguments"]) for line in map(json.loads, path.open())]
+        for part in ("", "original")
+        for path in [workspace / "pair" / part / f"samples_{CHOOSE}.jsonl"]
+    ]
+    assert asked[0] == asked[1], "the same questions with the same examples"
+    compared = json.loads((workspace / "pair" / "comparison.json").read_text())
+    by_metric = {(row["task"], row["metric"]): row for row in compared}
+    for name in ("model", "original"):
+        values = both[name]["results"]
+        assert by_metric[CHOOSE, "acc"][name] == values[CHOOSE]["acc,none"]
+        assert by_metric[ROLL, "bits_per_byte"][name] == values[ROLL]["bits_per_byte,none"]
+    row = by_metric[CHOOSE, "acc"]
+    assert row["difference"]["value"] == pytest.approx(row["model"] - row["original"])
+    assert row["documents"] == 4
+    assert by_metric[ROLL, "bits_per_byte"]["difference"] is None, "no mean over documents"
+    assert f"| {CHOOSE} | acc | 2 | 4 | {row['original']:.4f} | {row['model']:.4f} |" in printed
+    # the stored results of the original serve other models with the same settings
+    again = ["--limit", "4", "--original", str(workspace / "pair" / "original")]
+    assert main(words(workspace, CHOOSE, "reused", *again)) == 0
+    reused = json.loads((workspace / "reused" / "comparison.json").read_text())
+    assert reused[0]["original"] == row["original"]
+    assert not (workspace / "reused" / "original").exists()
+    for further, fact in (
+        (("--num-fewshot", "1"), "its num_fewshot (settings) was None, here it is 1"),
+        (("--tasks", f"{CHOOSE},{CONTINUE}"), f"its results lack {CONTINUE}"),
+    ):
+        assert main(words(workspace, CHOOSE, "refused", *again, *further)) == 2
+        assert fact in capsys.readouterr().err
+    assert not (workspace / "refused").exists()
+
+
+def test_a_failure_keeps_the_results_of_earlier_tasks(workspace, monkeypatch, capsys):
+    given = ("--limit", "2", "--gen-kwargs", "num_beams=2")
+    assert main(words(workspace, f"{CHOOSE},{CONTINUE}", "half", *given)) == 2
+    assert "num_beams" in capsys.readouterr().err
+    results = json.loads((workspace / "half" / "results.json").read_text())
+    assert set(results["results"]) == {CHOOSE}
+
+
 def test_the_policy_changes_cost_and_answers(workspace, written):
     given = ("--limit", "4", "--policy", "keep_all", "--no-enable-prefix-caching")
     assert main(words(workspace, ROLL, "kept", *given)) == 0
@@ -124,6 +204,10 @@ def test_sampled_answers_are_asked_for_by_gen_kwargs(workspace):
     [
         ("sheets_chose", (), ("task sheets_chose", "did you mean sheets_choose")),
         ("absent_data", (), ("task absent_data", "openai/gsm8k", "--download")),
+        ("absent_package", (), ("task absent_package", "no_such_package; install it")),
+        (CHOOSE, ("--published", "GPT"), ("--published GPT", "SmolLM2-135M-Instruct")),
+        (CHOOSE, ("--data", "/absent"), ("--data /absent", "dms-eval data --out /absent")),
+        (CHOOSE, ("--original", "/absent"), ("/absent",)),
         (CHOOSE, ("--limit", "0"), ("--limit 0",)),
         (CHOOSE, ("--limit", "2.5"), ("--limit 2.5",)),
         (CHOOSE, ("--num-fewshot", "-1"), ("--num-fewshot -1",)),

@@ -32,8 +32,8 @@ def write(path, rows):
 
 def test_the_tasks_are_these():
     assert list(TASKS) == [
-        *("aime24", "aime25", "exam_sheets", "gpqa_diamond", "gsm8k", "linear_1d"),
-        *("livecodebench", "math500", "niah", "variable_tracking"),
+        *("aime24", "aime25", "exam_sheets", "gpqa_diamond", "gsm8k", "humaneval"),
+        *("linear_1d", "livecodebench", "math500", "niah", "variable_tracking"),
     ]
     assert {found.scorer for found in TASKS.values()} <= set(all_scorers())
     with pytest.raises(EvaluationError, match=r"task\.name=aime: choose one of aime24, aime25"):

@@ -16,10 +16,12 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.registry import build_policy, policy_kind, policy_names
 from dms_train.method.spec import PRESETS
+from tests.support.query_statistics import tiny_statistics
 from tests.unit.inference.conftest import random_ids, small_spec
 
 SNAP = {"window": 4, "kernel": 3}
 HARD = {"window": 4, "interval": 3, "p": 0.5}
+QUERIES = {"statistics": tiny_statistics()}
 LISTED = [
     ("window", {"window": 8}),
     ("streaming_llm", {"cr": 2.0, "sinks": 2}),
@@ -40,6 +42,8 @@ LISTED = [
     ("knorm", {"cr": 2.0}),
     ("keydiff", {"budget": 12}),
     ("keydiff", {"budget": 10, "interval": 3, "block": 8}),
+    ("triattention", {"budget": 12, "interval": 3, **QUERIES}),
+    ("triattention", {"cr": 2.0, "block": 8, **QUERIES}),
     ("quest", {"budget": 8, "page": 4}),
 ]
 SMALL = {"budget": 12, "cr": 2, "window": 8}  # what a policy has of these, the first one
@@ -69,7 +73,11 @@ def options(policy, own, **how) -> EngineOptions:
 def trained_for(policy):
     """Return the method that the model must be trained with; DMS if the policy does not say."""
     kind = policy if policy in policy_names() and policy_kind(policy).trained else "dms"
-    return PRESETS[kind].override(alpha_offset=0.0) if kind == "dmc" else small_spec(kind)
+    return (
+        small_spec(kind)
+        if kind in ("dms", "kvzap")
+        else PRESETS[kind].override(alpha_offset=0.0).spec
+    )
 
 
 def built(policy, own):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from dms_train.inference.cache.policy_hooks import merged
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import NewTokens, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
+from dms_train.inference.policies.triattention import QueryStatistics
+from tests.support.query_statistics import statistics_file
 from tests.unit.inference.policies.rules import (
     FREQUENCY,
     GROUP,
     HEADS,
     LENGTH,
     SCALE,
+    SIZE,
     Rule,
     compact,
     dense,
@@ -217,6 +221,37 @@ class KeyDiff(Rule):
                 self.cut(g, score, set(), self.budget)
 
 
+class TriAttention(Rule):
+    """Future logits of the mean query, one distance after the other, with complex numbers."""
+
+    def evict(self, t):
+        prompt, interval = self.request.prompt, self.options["interval"]
+        if t + 1 < prompt or (t + 1 - prompt) % interval:
+            return
+        queries = QueryStatistics.load(Path(self.options["statistics"]))
+        for g, held in enumerate(self.held):
+            places = sorted(held)
+            best = dict.fromkeys(places, -math.inf)
+            for head in range(g * GROUP, (g + 1) * GROUP):
+                mean, norm = queries.mean[0, head].double(), queries.norm[0, head].double()
+                scores = [self.expected(mean, norm, g, j, t) for j in places]
+                centre, width = statistics.mean(scores), statistics.pstdev(scores)
+                for j, score in zip(places, scores, strict=True):
+                    best[j] = max(best[j], (score - centre) / width)
+            self.cut(g, best, set(), self.budget)
+
+    def expected(self, mean, norm, g, j, t):
+        pairs, query = torch.complex(*self.key[g, j].chunk(2)), torch.complex(*mean.chunk(2))
+        pairs = pairs * torch.exp(-1j * j * FREQUENCY.double())  # without RoPE
+        most = self.options["farthest"]
+        total, distances = 0.0, [x for x in range(1, most + 1) if x & (x - 1) == 0]
+        for distance in distances:
+            angle = FREQUENCY.double() * (t + distance - j) + query.angle() - pairs.angle()
+            total += float((query.abs() * pairs.abs() * angle.cos()).sum())
+        concentration = query.abs() / norm
+        return total / len(distances) + float(((1 - concentration) * norm * pairs.abs()).sum())
+
+
 class Quest(Rule):
     def visible(self, t, head):
         everything = list(range(t + 1))
@@ -237,6 +272,10 @@ class Quest(Rule):
 
 REQUESTS = [RequestSizes(24, LENGTH, 0), RequestSizes(11, LENGTH + 8, 1), RequestSizes(40, 40, 2)]
 SNAP = {"window": 5, "kernel": 3, "pool": "max"}
+QUERIES = {
+    "statistics": statistics_file(1, HEADS * GROUP, SIZE, tuple(FREQUENCY.tolist())),
+    "farthest": 8,
+}
 CASES = [
     ("streaming_llm", {"budget": 9, "sinks": 2}, StreamingLLM),
     ("streaming_llm", {"cr": 3.0}, StreamingLLM),
@@ -276,6 +315,8 @@ CASES = [
     ),
     ("knorm", {"budget": 8}, Knorm),
     ("keydiff", {"budget": 8}, KeyDiff),
+    ("triattention", {"budget": 8, "interval": 5, **QUERIES}, TriAttention),
+    ("triattention", {"cr": 3.0, "interval": 3, **QUERIES, "farthest": 3}, TriAttention),
     ("quest", {"budget": 12, "page": 4}, Quest),
     ("quest", {"budget": 8, "page": 4, "include_last_page": False}, Quest),
 ]

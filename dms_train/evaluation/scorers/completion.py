@@ -1,0 +1,52 @@
+"""Bodies of functions: the tests of the document must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dms_train.evaluation.answers import Verdict
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.options import SANDBOX
+from dms_train.evaluation.programs import ProgramTest, passes
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
+from dms_train.evaluation.tasks.base import Document
+
+_PASSED = "passed"
+# The function and its tests run as a module of their own, as in HumanEval's execution. What they
+# print is dropped, and a program that ends early does not print the last line.
+_PROGRAM = """\
+import io as _io, sys as _sys
+_written, _sys.stdout = _sys.stdout, _io.StringIO()
+exec({module!r}, {{"__name__": "__main__"}})
+_written.write({passed!r})
+"""
+
+
+class CompletionScorer(Scorer):
+    """Runs prompt and text as one function on the tests of the document."""
+
+    name = "completion"
+    runs_code = True
+
+    def scores(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Score]:
+        """Return the score of each text.
+
+        Raises:
+            EvaluationError: Running code was not allowed, or cannot be isolated here.
+        """
+        if checker.allow_code is None:
+            raise EvaluationError("programs of a model run only with --allow-code")
+        sandboxed = checker.allow_code == SANDBOX
+        return [_score(document, text, sandboxed) for text in texts]
+
+
+def _score(document: Document, text: str, sandboxed: bool) -> Score:
+    body = text.partition("```")[0]
+    details = document.details
+    tests = f"{details['test']}\ncheck({details['entry_point']})\n"
+    program = _PROGRAM.format(module=f"{document.question}{body}\n{tests}", passed=_PASSED)
+    correct = passes(program, [ProgramTest("", _PASSED)], sandboxed=sandboxed)
+    verdict = Verdict.CORRECT if correct else Verdict.WRONG
+    return Score(answers=(body,), correct=(correct,), verdict=verdict.value)

@@ -1,0 +1,1 @@
+"""Predicted importance: a scorer on a frozen model, a threshold, and a window."""

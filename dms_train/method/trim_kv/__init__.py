@@ -1,0 +1,1 @@
+"""Token retention: gates that predict how long each token is worth keeping."""

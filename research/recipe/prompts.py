@@ -1,0 +1,94 @@
+"""Instructions for a model, whose answers are the text of its retrofit.
+
+    python -m research recipe-prompts outputs/prompts.jsonl --count 4000
+
+draws tasks and subjects at random; every line is {"prompt": ...}. They are this project's own text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from dms_train.cli.config_source import ASSETS_DIR
+from dms_train.cli.errors import run_main
+from research.lab.arguments import count, seed
+
+_ON_TOPICS = (
+    "Explain {topic} to somebody who has never heard of it.",
+    "Write a lesson on {topic} with three exercises and their solutions.",
+    "What are the most common mistakes about {topic}? Explain each of them.",
+    "Write a long article about {topic} with headings.",
+    "Summarize the history of {topic}.",
+    "Give ten questions about {topic}, each followed by its answer.",
+    "Compare {topic} with {other}.",
+    "Write a dialogue in which a teacher and a student discuss {topic}.",
+    "Describe step by step how to learn {topic} in a month.",
+    "Write a Python program that has to do with {topic}, and explain every line.",
+)
+_ON_THINGS = (
+    "Write a short story about the {adjective} {noun} and the {second} {other}.",
+    "Write a letter to a friend about a {adjective} {noun}.",
+    "Describe a {adjective} {noun} in detail.",
+    "Invent a word problem about a {adjective} {noun}, and solve it step by step.",
+    "List twenty things that one can do with a {noun}, each with a reason.",
+)
+_TOPICS = (
+    *("algebra", "anatomy", "ancient Rome", "architecture", "astronomy", "bees", "bicycles"),
+    *("bread baking", "bridges", "cell biology", "chemical bonds", "chess", "climate", "coins"),
+    *("computer networks", "cooking", "databases", "dinosaurs", "economics", "electric motors"),
+    *("elections", "encryption", "evolution", "fractions", "gardening", "genetics", "geometry"),
+    *("glaciers", "grammar", "graph theory", "gravity", "healthy food", "insurance", "jazz"),
+    *("languages", "light", "logic", "magnets", "maps", "medicine", "mountains", "music theory"),
+    *("negotiation", "oceans", "operating systems", "painting", "photography", "photosynthesis"),
+    *("physics", "poetry", "probability", "programming", "recycling", "rivers", "robots"),
+    *(
+        "saving money",
+        "sleep",
+        "sorting algorithms",
+        "sound",
+        "statistics",
+        "the French Revolution",
+    ),
+    *("the Moon", "the printing press", "the water cycle", "theatre", "time zones", "trade"),
+    *("trains", "vaccines", "volcanoes", "weather", "writing", "World War II"),
+)
+
+
+def prompts(number: int, start: int) -> list[str]:
+    """Return prompts, two of three on topics, drawn with the seed `start`."""
+    draw = random.Random(start)
+    kinds = json.loads((ASSETS_DIR / "needle_words.json").read_text(encoding="utf-8"))
+    drawn = []
+    for _ in range(number):
+        topic, other = draw.sample(_TOPICS, 2)
+        adjective, second = draw.sample(kinds["adjectives"], 2)
+        if draw.random() < 2 / 3:
+            drawn.append(draw.choice(_ON_TOPICS).format(topic=topic, other=other))
+            continue
+        noun, thing = draw.sample(kinds["nouns"], 2)
+        parts = {"adjective": adjective, "second": second, "noun": noun, "other": thing}
+        drawn.append(draw.choice(_ON_THINGS).format(**parts))
+    return drawn
+
+
+def _run(args: argparse.Namespace) -> int:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": prompt}) for prompt in prompts(args.count, args.seed)]
+    args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m research recipe-prompts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path, help=".jsonl file to write")
+    parser.add_argument("--count", type=count, required=True)
+    parser.add_argument("--seed", type=seed, default=0)
+    return run_main(lambda: _run(parser.parse_args(arguments)))

@@ -1,0 +1,94 @@
+"""Retrofit a real model on one GPU, from the download to the report and the model cards.
+
+    python -m research recipe smollm2_135m --minutes 9
+
+downloads the model and samples training text from it. It runs `dms-train experiment=smollm2_135m`,
+which exports the model at CR 2, 3, 4, 6 and 8. It compares each export with the original on
+text that was not trained on and on public benchmarks. Then it writes FOLDER/report.md and adds the
+results to the model card of each export. Every step is a command of this project; its output goes
+to FOLDER/logs.
+
+A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--minutes` the
+running command is told to stop. It keeps its progress, and the exit code is 3; the same command
+continues.
+
+`toy` takes a few steps with the embedded model on a CPU. It shows the procedure and says nothing
+about quality.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dms_train.cli.errors import run_main
+from dms_train.evaluation.devices import resolve_device
+from dms_train.evaluation.errors import EvaluationError
+from research.lab.arguments import count, duration
+from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
+from research.recipe.report import write_report
+from research.recipe.steps import RECIPES, Settings, steps
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    single = (args.prompts, args.model, args.benchmarks, args.held_out, args.haystack)
+    for path in (*args.text, *filter(None, single)):
+        if not path.exists():
+            raise EvaluationError(f"{path}: no such file or folder; correct the path")
+    return Settings(
+        recipe=RECIPES[args.name],
+        root=args.folder or Path("outputs") / args.name,
+        model=args.model,
+        prompts=args.prompts,
+        column=args.column,
+        text=tuple(args.text),
+        device=resolve_device(args.device),
+        rows=args.rows,
+        limit=args.limit,
+        benchmarks=args.benchmarks,
+        held_out=args.held_out,
+        haystack=args.haystack,
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    gpus = visible_gpus()[:1] if settings.device != "cpu" else ()
+    seconds = None if args.minutes is None else 60 * args.minutes
+    lab = Lab(settings.root, jobs=1, gpus=gpus, seconds=seconds)
+    with sigterm_ends(lab):
+        finished = lab.run(steps(settings))
+    if not finished:
+        print("the time is over; the same command continues", flush=True)
+        return UNFINISHED
+    print(write_report(settings))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m research recipe",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", choices=RECIPES, help="recipe")
+    add("--folder", type=Path, help="default outputs/NAME")
+    add("--minutes", type=duration, help="stop then; the same command continues")
+    add("--model", type=Path, help="directory of the model, in place of a download")
+    add("--prompts", type=Path, help="file of prompts to answer, in place of instructions")
+    add("--column", default="prompt", help="column of the prompts (%(default)s)")
+    add("--text", type=Path, nargs="+", default=(), help="text files to train on as well")
+    add("--benchmarks", type=Path, help="folder of `dms-eval data`, in place of a download")
+    add("--held-out", type=Path, help="text for the perplexity, such as WikiText-2's test set")
+    add("--haystack", type=Path, help="text that hides needles, such as essays")
+    add("--limit", type=count, default=1000, help="documents of each task (%(default)s)")
+    kinds = ("auto", "cpu", "cuda")
+    add("--device", choices=kinds, default="auto", help="auto takes a GPU if there is one")
+    add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return 0, 2 with one line, or 3 if the time is over."""
+    return run_main(lambda: _run(_parser().parse_args(arguments)))

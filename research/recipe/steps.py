@@ -1,0 +1,341 @@
+"""Commands of a recipe, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dms_train.cli.config_source import ASSETS_DIR, compose
+from research.lab.steps import Step
+
+ROOT = Path(__file__).parents[2]
+ORIGINAL = "original"
+_FETCH = (str(ROOT / "scripts" / "fetch_models.py"),)
+_DATA = ("-m", "dms_train.data_prep.prepare")
+_TRAIN = ("-m", "dms_train")
+_VALIDATE = ("-m", "dms_train.cli.validate")
+_EVALUATE = ("-m", "research", "eval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Task of lm-evaluation-harness.
+
+    Attributes:
+        name: Name of the task.
+        shots: Examples before each question; None takes the task's own.
+    """
+
+    name: str
+    shots: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Name of its results."""
+        return self.name if self.shots is None else f"{self.name}_{self.shots}"
+
+
+_TASKS = (
+    Task(name="hellaswag", shots=10),
+    Task(name="arc_easy", shots=25),
+    Task(name="arc_challenge", shots=25),
+    Task(name="piqa", shots=20),
+    Task(name="winogrande", shots=5),
+    Task(name="lambada_openai", shots=0),
+    Task(name="lambada_openai", shots=10),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One model, its training data and its evaluation.
+
+    Attributes:
+        experiment: Name in `dms_train/conf/experiment`.
+        source: Name of the model for `scripts/fetch_models.py`; None for the embedded model.
+        prompts: Number of prompts that the model answers.
+        continuations: Answers to each prompt.
+        new_tokens: Limit of an answer.
+        tasks: Tasks of the evaluation.
+        published: Name of the model's published scores; None without.
+        contexts: Lengths of prompts with needles, in tokens.
+        train: Overrides of the experiment.
+        samples: Validation sequences of each export.
+    """
+
+    experiment: str
+    source: str | None
+    prompts: int
+    continuations: int = 2
+    new_tokens: int = 1800
+    tasks: tuple[Task, ...] = _TASKS
+    published: str | None = None
+    contexts: tuple[int, ...] = (1024, 2048, 4096)
+    train: tuple[str, ...] = ()
+    samples: int = 64
+
+
+RECIPES = {
+    "smollm2_135m": Recipe(experiment="smollm2_135m", source="smollm2-135m-instruct", prompts=4000),
+    "qwen25_coder_0_5b": Recipe(
+        experiment="qwen25_coder_0_5b",
+        source="qwen25-coder-0.5b-instruct",
+        prompts=4000,
+        tasks=(*_TASKS, Task(name="gsm8k", shots=5)),
+        contexts=(1024, 2048, 4096, 8192),
+    ),
+    "toy": Recipe(
+        experiment="smollm2_135m",
+        source=None,
+        prompts=12,
+        continuations=1,
+        new_tokens=120,
+        tasks=(),
+        train=(
+            "data.seq_length=32",
+            "data.global_batch_size=2",
+            "data.micro_batch_size=2",
+            "data.split='50,50,0'",
+            "parallel.params_dtype=fp32",
+            "stage.zero_neuron.steps=2",
+            "stage.retrofit.target_cr=3",
+            "stage.retrofit.steps_per_cr=3",
+            "stage.hold.steps=2",
+            "run.save_interval=1",
+            "run.eval_samples=2",
+            "stage.validate_export.samples=2",
+        ),
+        samples=2,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Choices of the user.
+
+    Attributes:
+        recipe: The recipe.
+        root: Folder of all files.
+        model: Directory of the original; None fetches it.
+        prompts: File of prompts that the model answers; None writes instructions.
+        column: Column of the prompts in that file.
+        text: Files of text to train on; may be empty.
+        device: Device of the commands.
+        rows: Sequences in the cache at the same time.
+        limit: Documents of each task.
+        benchmarks: Folder of `dms-eval data`; None writes it.
+        held_out: Text for the perplexity; None leaves it out.
+        haystack: Text that hides the needles; None leaves them out.
+    """
+
+    recipe: Recipe
+    root: Path
+    model: Path | None
+    prompts: Path | None
+    column: str
+    text: tuple[Path, ...]
+    device: str
+    rows: int
+    limit: int
+    benchmarks: Path | None
+    held_out: Path | None
+    haystack: Path | None
+
+    @property
+    def original(self) -> Path:
+        """Directory of the original model."""
+        if self.model is not None:
+            return self.model
+        if self.recipe.source is None:
+            return ASSETS_DIR / "exam_teacher"
+        return Path("models") / self.recipe.source
+
+    @property
+    def run(self) -> Path:
+        """Run folder of the training."""
+        return self.root / "train"
+
+
+def steps(settings: Settings) -> list[Step]:
+    """Return all steps; each follows those that it needs."""
+    data = [*_fetched(settings), *_data(settings)]
+    words = [*_TRAIN, *overrides(settings)]
+    train = Step(name="train", words=lambda: words, needs=tuple(step.name for step in data))
+    models = {ORIGINAL: settings.original} | exports(settings)
+    return [
+        *data,
+        train,
+        *(_validation(settings, name) for name in exports(settings)),
+        *_benchmarks(settings),
+        *(
+            _evaluation(settings, task, name, model)
+            for task in settings.recipe.tasks
+            for name, model in models.items()
+        ),
+        *(
+            _perplexity(settings, name, model)
+            for name, model in models.items()
+            if settings.held_out
+        ),
+        *(
+            _needles(settings, context, name, model)
+            for context in needle_contexts(settings)
+            for name, model in models.items()
+        ),
+    ]
+
+
+def overrides(settings: Settings) -> list[str]:
+    """Return the overrides of `dms-train`."""
+    shards = _shards(settings)
+    return [
+        f"experiment={settings.recipe.experiment}",
+        f"model.path={settings.original}",
+        f"data.paths=[{','.join(str(settings.root / 'data' / name) for name in shards)}]",
+        f"data.weights=[{','.join(str(weight) for weight in shards.values())}]",
+        f"run.dir={settings.run}",
+        *settings.recipe.train,
+    ]
+
+
+def exports(settings: Settings) -> dict[str, Path]:
+    """Return the directory of each export by its name, such as `cr2`."""
+    stage = compose(overrides(settings)).stage
+    target = stage.retrofit.target_cr
+    on_the_way = [ratio for ratio in stage.hold.branch_ratios or () if ratio < target]
+    names = {f"cr{ratio}": f"cr{ratio}" for ratio in on_the_way} | {f"cr{target:g}": "final"}
+    return {name: settings.run / "exports" / folder / "hf" for name, folder in names.items()}
+
+
+def _fetched(settings: Settings) -> list[Step]:
+    """Return the step that downloads the model, unless it is there."""
+    source = settings.recipe.source
+    if settings.model is not None or source is None:
+        return []
+    return [Step(name="fetch", words=lambda: [*_FETCH, source, "--download"])]
+
+
+def _shards(settings: Settings) -> dict[str, float]:
+    """Return the shards of the training data with their weights."""
+    return {"sampled": 0.5, "text": 0.5} if settings.text else {"sampled": 1.0}
+
+
+def _data(settings: Settings) -> list[Step]:
+    """Return the steps that sample text from the model and tokenize other text."""
+    fetched = tuple(step.name for step in _fetched(settings))
+    answers = [
+        *(*_DATA, "generate", str(_prompts(settings)), "--column", settings.column),
+        *("--model", str(settings.original), "--device", settings.device),
+        *("--max-num-seqs", str(settings.rows)),
+        *("--max-new-tokens", str(settings.recipe.new_tokens)),
+        *("--continuations", str(settings.recipe.continuations)),
+        *("--output", str(settings.root / "data" / "sampled")),
+    ]
+    if settings.recipe.source is not None:
+        answers.append("--chat")
+    steps = [] if settings.prompts else [_written_prompts(settings)]
+    needs = (*fetched, *(step.name for step in steps))
+    steps.append(Step(name="sampled", words=lambda: answers, needs=needs))
+    if settings.text:
+        text = [
+            *(*_DATA, "tokenize", *map(str, settings.text), "--append-eod"),
+            *("--tokenizer", str(settings.original)),
+            *("--output", str(settings.root / "data" / "text")),
+        ]
+        steps.append(Step(name="text", words=lambda: text, needs=fetched))
+    return steps
+
+
+def _prompts(settings: Settings) -> Path:
+    return settings.prompts or settings.root / "data" / "prompts.jsonl"
+
+
+def _written_prompts(settings: Settings) -> Step:
+    """Return the step that writes prompts: instructions, or exam sheets for the embedded model."""
+    file, number = str(_prompts(settings)), str(settings.recipe.prompts)
+    words = [*_DATA, "exam-problems", "--out", file, "--sheets", number, "--overwrite"]
+    if settings.recipe.source is not None:
+        words = ["-m", "research", "recipe-prompts", file, "--count", number]
+    return Step(name="prompts", words=lambda: words)
+
+
+def _validation(settings: Settings, name: str) -> Step:
+    """Return the step that compares an export with the original on the model's own text."""
+    config = compose(overrides(settings))
+    words = [
+        *(*_VALIDATE, str(exports(settings)[name]), "--teacher", str(settings.original)),
+        *("--data", str(settings.root / "data" / "sampled"), "--split", config.data.split),
+        *("--seq-length", str(config.data.seq_length), "--samples", str(settings.recipe.samples)),
+        *("--device", settings.device, "--output", str(settings.root / "validation" / name)),
+    ]
+    return Step(name=f"validate_{name}", words=lambda: words, needs=("train",))
+
+
+def _benchmarks(settings: Settings) -> list[Step]:
+    """Return the step that downloads the documents of the tasks, unless they are there."""
+    if settings.benchmarks is not None or not settings.recipe.tasks:
+        return []
+    words = [*_EVALUATE, "data", "--out", str(_documents(settings))]
+    return [Step(name="benchmarks", words=lambda: words)]
+
+
+def _documents(settings: Settings) -> Path:
+    return settings.benchmarks or settings.root / "benchmarks"
+
+
+def results(settings: Settings, task: Task, name: str) -> Path:
+    """Return the folder of a model's results."""
+    return settings.root / "eval" / name / task.label
+
+
+def _evaluation(settings: Settings, task: Task, name: str, model: Path) -> Step:
+    """Return the step that evaluates a model on a task, beside the results of the original."""
+    words = [
+        *(*_EVALUATE, "harness", str(model), "--tasks", task.name),
+        *("--data", str(_documents(settings)), "--limit", str(settings.limit)),
+        *("--device", settings.device, "--max-num-seqs", str(settings.rows)),
+        *("--output", str(results(settings, task, name))),
+    ]
+    if settings.recipe.published is not None:
+        words += ["--published", settings.recipe.published]
+    if task.shots is not None:
+        words += ["--num-fewshot", str(task.shots)]
+    needs = ["train", *(step.name for step in _benchmarks(settings))]
+    if name != ORIGINAL:
+        words += ["--original", str(results(settings, task, ORIGINAL))]
+        needs.append(f"evaluate_{ORIGINAL}_{task.label}")
+    return Step(name=f"evaluate_{name}_{task.label}", words=lambda: words, needs=tuple(needs))
+
+
+def perplexity_file(settings: Settings, name: str) -> Path:
+    """Return the file with the perplexity of a model."""
+    return settings.root / "perplexity" / f"{name}.json"
+
+
+def _perplexity(settings: Settings, name: str, model: Path) -> Step:
+    words = [
+        *(*_EVALUATE, "perplexity", str(model), "--text", str(settings.held_out)),
+        *("--device", settings.device, "--output", str(perplexity_file(settings, name))),
+    ]
+    return Step(name=f"perplexity_{name}", words=lambda: words, needs=("train",))
+
+
+def needle_contexts(settings: Settings) -> tuple[int, ...]:
+    """Return the lengths of prompts with needles; none without a text for them."""
+    return settings.recipe.contexts if settings.haystack else ()
+
+
+def needles_folder(settings: Settings, context: int, name: str) -> Path:
+    """Return the folder with the results of a model on prompts of this length."""
+    return settings.root / "needles" / str(context) / name
+
+
+def _needles(settings: Settings, context: int, name: str, model: Path) -> Step:
+    words = [
+        *(*_EVALUATE, f"model.path={model}", f"model.device={settings.device}"),
+        *("task.name=niah", f"task.haystack={settings.haystack}", "task.count=100"),
+        *(f"task.context_length={context}", f"model.max_num_seqs={min(settings.rows, 32)}"),
+        f"run.dir={needles_folder(settings, context, name)}",
+    ]
+    return Step(name=f"needles_{context}_{name}", words=lambda: words, needs=("train",))

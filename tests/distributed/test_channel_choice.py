@@ -1,0 +1,68 @@
+"""Every layout ranks the channels of a model alike, as transformers does in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dms_train.app.channel_choice import rank_channels
+from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.spec import PRESETS
+from tests.support import channel_cases, tiny
+from tests.support.ranks import values_of_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+PROCESSES = 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_vp2": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    },
+}
+ARCHITECTURE = channel_cases.architecture("qwen2")
+
+
+def ranked(layout: dict[str, Any]) -> dict[int, float]:
+    """The ranking of the channels, as every rank sees it."""
+    parallel = ParallelOptions(**layout)
+    view = groups.start(parallel, seed=1)
+    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
+    source = channel_cases.random_weights(ARCHITECTURE)
+    engine = McoreEngine(ARCHITECTURE, PRESETS["dms"], view, options, source)
+    engine.attach_teacher(None)
+    batches = tiny.microbatches(view.dp_rank, view.dp_size, groups=2)
+    losses = rank_channels(engine, ARCHITECTURE.kv_channels, batches)
+    groups.stop(keep_process_group=True)
+    return losses
+
+
+def work() -> dict[str, dict[int, float]]:
+    rankings = {name: ranked(layout) for name, layout in LAYOUTS.items()}
+    groups.stop()
+    return rankings
+
+
+@pytest.fixture(scope="module")
+def rankings() -> dict[str, dict[int, float]]:
+    first, second = values_of_ranks(work, PROCESSES)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_ranking_is_that_of_transformers(
+    rankings: dict[str, dict[int, float]], layout: str
+) -> None:
+    source = channel_cases.random_weights(ARCHITECTURE)
+    batches = tiny.microbatches(0, 1, groups=2)
+    exact = channel_cases.divergences(ARCHITECTURE, "dms", source, batches)
+    order = sorted(range(len(exact)), key=exact.__getitem__)
+    found = {channel % len(exact): loss for channel, loss in rankings[layout].items()}
+    assert list(found) == order
+    assert list(found.values()) == pytest.approx([exact[channel] for channel in order], abs=1e-5)

@@ -1,0 +1,180 @@
+"""A recipe of a real model at toy size on a CPU, and the commands of the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dms_train.cli.config_source import compose, compose_evaluation
+from dms_train.hf.formats import read_target_cr
+from research.lab.run import UNFINISHED
+from research.recipe import run as recipe
+from research.recipe.prompts import prompts
+from research.recipe.report import write_report
+from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, exports, results, steps
+
+pytestmark = pytest.mark.timeout(1200)
+REAL = ("smollm2_135m", "qwen25_coder_0_5b")
+
+
+def settings(root: Path, name: str = "smollm2_135m", **changes: object) -> Settings:
+    given = Settings(
+        recipe=RECIPES[name],
+        root=root,
+        model=None,
+        prompts=None,
+        column="prompt",
+        text=(),
+        device="cpu",
+        rows=16,
+        limit=10,
+        benchmarks=None,
+        held_out=None,
+        haystack=None,
+    )
+    return replace(given, **changes)
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return ["toy", "--folder", str(folder), "--device", "cpu", "--rows", "16", *more]
+
+
+@pytest.mark.slow
+def test_a_killed_recipe_continues_and_ends_with_a_report(tmp_path: Path, capsys) -> None:
+    """Killed in the branch at CR 2: two zeroing steps, three to CR 2, and one of the branch."""
+    assert recipe.main(words(tmp_path, "--minutes", "0")) == UNFINISHED
+    process = subprocess.Popen([sys.executable, "-m", "research", "recipe", *words(tmp_path)])
+    while not (tmp_path / "train/checkpoints/step_00000006").is_dir():
+        assert process.poll() is None, "the recipe ended early"
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert recipe.main(words(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "sampled: started" not in lines
+    assert "resuming from" in (tmp_path / "logs" / "train.log").read_text()
+    report = (tmp_path / "report.md").read_text()
+    for name, folder in (("cr2", "cr2"), ("cr3", "final")):
+        export = tmp_path / "train" / "exports" / folder / "hf"
+        assert read_target_cr(export) == float(name[2:])
+        numbers = json.loads((tmp_path / "validation" / name / "metrics.json").read_text())
+        assert f"| {name} | {numbers['cr_factor']:.4g} |" in report
+        assert f"{numbers['kl_nats_per_token']:.4g}" in (export / "README.md").read_text()
+    assert recipe.main(words(tmp_path)) == 0
+    assert ": started" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_listed_ratio_has_an_export_and_every_model_every_task(
+    name: str, tmp_path: Path
+) -> None:
+    chosen = settings(tmp_path, name)
+    ratios = ["cr2", "cr3", "cr4", "cr6", "cr8"]
+    assert list(exports(chosen)) == ratios
+    assert exports(chosen)["cr8"] == chosen.run / "exports" / "final" / "hf"
+    made = {step.name: step.words() for step in steps(chosen)}
+    for task in chosen.recipe.tasks:
+        for model in (ORIGINAL, *ratios):
+            given = made[f"evaluate_{model}_{task.label}"]
+            assert ("--original" in given) == (model != ORIGINAL)
+            if task.shots is not None:
+                assert given[given.index("--num-fewshot") + 1] == str(task.shots)
+    assert made["fetch"][-2:] == [chosen.recipe.source, "--download"]
+
+
+def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None:
+    files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
+    made = {step.name: step.words() for step in steps(settings(tmp_path, **files))}
+    for name in (ORIGINAL, "cr2", "cr8"):
+        words = made[f"perplexity_{name}"]
+        assert words[words.index("--text") + 1] == "wikitext.txt"
+        for context in (1024, 2048, 4096):
+            options = compose_evaluation(made[f"needles_{context}_{name}"][3:])
+            assert options.task.haystack == "essays.txt"
+            assert options.task.context_length == context
+    plain = [step.name for step in steps(settings(tmp_path))]
+    assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
+
+
+def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
+    chosen = settings(
+        tmp_path,
+        model=Path("model"),
+        prompts=Path("gsm8k.jsonl"),
+        column="question",
+        text=(Path("a.txt"), Path("b.txt")),
+        benchmarks=Path("benchmarks"),
+    )
+    made = {step.name: step.words() for step in steps(chosen)}
+    assert not {"fetch", "prompts", "benchmarks"} & made.keys()
+    sampled = made["sampled"]
+    assert sampled[sampled.index("generate") + 1 :][:3] == ["gsm8k.jsonl", "--column", "question"]
+    assert sampled[sampled.index("--model") + 1] == "model"
+    assert made["text"][3:5] == ["a.txt", "b.txt"]
+    data = compose(made["train"][2:]).data
+    assert data.paths == (f"{tmp_path}/data/sampled", f"{tmp_path}/data/text")
+    assert data.weights == (0.5, 0.5)
+    evaluated = made[f"evaluate_{ORIGINAL}_hellaswag_10"]
+    assert evaluated[evaluated.index("--data") + 1] == "benchmarks"
+
+
+def test_the_trainings_are_those_of_the_first_trial(tmp_path: Path) -> None:
+    """Window, batch, rates and steps; both models have the same."""
+    for name in REAL:
+        made = {step.name: step.words() for step in steps(settings(tmp_path, name))}
+        config = compose(made["train"][2:])
+        stage = config.stage
+        assert config.method.window == 16
+        assert config.data.seq_length * config.data.global_batch_size == 65536
+        assert (config.optim.lr, config.optim.lr_warmup_steps) == (2e-4, 10)
+        assert (stage.zero_neuron.steps, stage.retrofit.steps_per_cr) == (60, 100)
+        assert stage.hold.min_lr_ratio == 0
+        assert config.run.dir == str(tmp_path / "train")
+
+
+def test_prompts_are_many_and_the_same_for_a_seed() -> None:
+    drawn = prompts(1000, 0)
+    assert drawn == prompts(1000, 0)
+    assert drawn != prompts(1000, 1)
+    assert len(set(drawn)) > 600
+    assert not [prompt for prompt in drawn if "{" in prompt]
+
+
+def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path, capsys) -> None:
+    assert recipe.main(words(tmp_path / "out", "--prompts", str(tmp_path / "none.jsonl"))) == 2
+    assert "none.jsonl: no such file or folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> None:
+    tasks = (Task(name="hellaswag", shots=10), Task(name="lambada_openai"))
+    chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=tasks))
+    scores = {
+        "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.01},
+        "lambada_openai": {"perplexity,none": 20.0, "acc,none": 0.25, "acc_stderr,none": 0.02},
+    }
+    for task in tasks:
+        for name in (ORIGINAL, *exports(chosen)):
+            folder = results(chosen, task, name)
+            folder.mkdir(parents=True)
+            (folder / "results.json").write_text(
+                json.dumps({"results": {task.name: scores[task.name]}})
+            )
+    for name, export in exports(chosen).items():
+        folder = tmp_path / "validation" / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.json").write_text('{"cr_factor": 2.5, "kl_nats_per_token": 0.125}')
+        export.mkdir(parents=True)
+        (export / "README.md").write_text("<!-- evaluation -->\n<!-- end of evaluation -->\n")
+    report = write_report(chosen).read_text()
+    assert "| cr2 | 2.5 | 0.125 | - | 0.400 +- 0.020 | 0.250 +- 0.039 |" in report
+    assert "| original | - | - | - | 0.400 +- 0.020 |" in report
+    card = (exports(chosen)["cr2"] / "README.md").read_text()
+    assert "0.400 +- 0.020" in card
+    assert "0.125" in card
