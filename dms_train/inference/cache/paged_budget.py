@@ -313,13 +313,11 @@ class BudgetPagedCache(PagedKVCache):
             self._scores[layer, rows, :, :most] = known.masked_fill(new, 0)
         if m := self._recent:
             index = count[:, None] - m + torch.arange(m, device=rows.device)  # padding is last
-            at = position.gather(1, index.clamp(min=0))
-            newest = query.transpose(1, 2)[
-                torch.arange(len(rows), device=rows.device)[:, None], index.clamp(min=0)
-            ]
-            newest = newest.unflatten(2, self._queries.shape[3:5]).to(self._queries.dtype)
+            column, sequence = index.clamp(min=0), torch.arange(len(rows), device=rows.device)
+            newest = query.transpose(1, 2)[sequence[:, None], column]
+            newest = newest.view(*index.shape, *self._queries.shape[3:]).to(self._queries.dtype)
             row = torch.where(index >= 0, rows[:, None], -1)  # the last row is never read
-            self._queries[layer][row, at % m] = newest
+            self._queries[layer][row, position.gather(1, column) % m] = newest
 
     def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
         """Return the newest queries [b, h, m, r, d]; 0 for missing ones."""
