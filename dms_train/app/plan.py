@@ -136,7 +136,7 @@ def _branches(stage: Stage) -> Iterator[str]:
     """Describe the branches that the annealing takes."""
     for step in range(1, stage.steps):
         ratio = stage.integer_passed(step)
-        if ratio in stage.branches:
+        if ratio is not None and ratio in stage.branches:
             steps = stage.branches[ratio].steps
             yield f"      branch at CR {ratio}: {steps} steps, then the export cr{ratio}"
 

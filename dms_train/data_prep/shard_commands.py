@@ -110,6 +110,9 @@ def _run_mix(args: argparse.Namespace) -> None:
     print(f"{args.output}: {made.documents} documents, {made.tokens} tokens, {made.dtype}")
     for source in made.sources:
         print(f"{source.rows} documents of {source.name}")
+    for origin in made.origins:
+        share = origin.tokens / made.tokens
+        print(f"{share:.1%} of the tokens: source {origin.source}, licence {origin.license}")
 
 
 def _run_show(args: argparse.Namespace) -> None:

@@ -266,8 +266,13 @@ def run_selftest(export: Path, device: str, **memory: Any) -> SelfTestResult:
         ValueError: The self-test is damaged.
     """
     reference = SelfTest.load(export)
-    how = {"dtype": reference.dtype, "device": device, "prefill_chunk": _CHUNK}
-    llm = LLM(export, max_num_seqs=1, **how, **memory)
+    how: dict[str, Any] = {
+        "dtype": reference.dtype,
+        "device": device,
+        "prefill_chunk": _CHUNK,
+        **memory,
+    }
+    llm = LLM(export, max_num_seqs=1, **how)
     logits = llm.logits(reference.input_ids.tolist()).cpu()
     recorded, computed = reference.logits.double(), logits.double()
     kl = kl_teacher_student(computed, recorded).mean().item()

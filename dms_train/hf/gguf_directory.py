@@ -67,6 +67,9 @@ def convert_gguf(
     model = GgufModel(path)
     name = _DTYPES[dtype]
     with _published(out) as folder:
+        # first, because dequantising an unsupported model would take minutes
+        model.tokenizer.write(folder)
+        write_json(folder / "config.json", model.config(name))
         with WeightWriter(folder, _SHARD_BYTES) as writer:
             for tensor_name, tensor in model.weights():
                 writer.add(tensor_name, tensor.to(getattr(torch, name)))
@@ -76,8 +79,6 @@ def convert_gguf(
             "tensor_types": model.tensor_types,
             "dtype": name,
         }
-        model.tokenizer.write(folder)
-        write_json(folder / "config.json", model.config(name))
         write_json(folder / GGUF_RECORD, record)
         card = _card(model.metadata, record, front_matter or {})
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -76,11 +76,16 @@ class Recipe:
 
 
 RECIPES = {
-    "smollm2_135m": Recipe(experiment="smollm2_135m", source="smollm2-135m-instruct", prompts=4000),
+    "smollm2_135m": Recipe(
+        experiment="smollm2_135m",
+        source="smollm2-135m-instruct",
+        prompts=10_000,
+        published="SmolLM2-135M-Instruct",
+    ),
     "qwen25_coder_0_5b": Recipe(
         experiment="qwen25_coder_0_5b",
         source="qwen25-coder-0.5b-instruct",
-        prompts=4000,
+        prompts=10_000,
         tasks=(*_TASKS, Task(name="gsm8k", shots=5)),
         contexts=(1024, 2048, 4096, 8192),
     ),
@@ -234,6 +239,8 @@ def _data(settings: Settings) -> list[Step]:
     ]
     if settings.recipe.source is not None:
         answers.append("--chat")
+    if settings.prompts is None:
+        answers += ["--source", "instructions of dms-train", "--license", "Apache-2.0"]
     steps = [] if settings.prompts else [_written_prompts(settings)]
     needs = (*fetched, *(step.name for step in steps))
     steps.append(Step(name="sampled", words=lambda: answers, needs=needs))

@@ -25,6 +25,7 @@ OPTIONAL = {
     "math_verify": {"data", "eval"},
     "matplotlib": {"eval"},
     "datasets": {"data", "eval"},
+    "gguf": {"gguf"},
     "wandb": {"track"},
 }
 # Commands that need an extra, and the line that they print without it. The others need none.

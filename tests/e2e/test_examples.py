@@ -1,4 +1,4 @@
-"""What examples/ holds and the Python of the documentation, on a model of a few steps."""
+"""Run the files of examples/ and the Python of the documentation, on a model of a few steps."""
 
 from __future__ import annotations
 

@@ -150,3 +150,20 @@ def test_a_run_killed_while_it_saves_resumes(
     assert finish(again) == expected
     taken = [row["step"] for row in metrics_file.rows(again.folder) if "train/loss" in row]
     assert all(taken.count(step) == 1 for step in range(1, newest + 1))
+
+
+def test_a_hold_branch_leaves_losses_and_weights_as_they_are(tmp_path: Path) -> None:
+    """The branch and the steps after it capture their own CUDA graphs."""
+    common = [
+        *words(tmp_path),
+        "stage.run=[zero_neuron,retrofit,hold,export]",
+        "stage.retrofit.target_cr=3",
+        "stage.retrofit.steps_per_cr=8",
+        "stage.hold.steps=6",
+    ]
+    plain = Run.start(tmp_path / "plain", 1, common)
+    expected = finish(plain)
+    branched = Run.start(tmp_path / "branched", 1, [*common, "stage.hold.branch_ratios=[2]"])
+    assert finish(branched) == expected
+    files = [run.folder / "exports/final/hf/model.safetensors" for run in (plain, branched)]
+    assert files[0].read_bytes() == files[1].read_bytes()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dms_train.cli.config_source import compose, compose_evaluation
+from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
 from research.lab.run import UNFINISHED
 from research.recipe import run as recipe
@@ -85,6 +86,8 @@ def test_every_listed_ratio_has_an_export_and_every_model_every_task(
             assert ("--original" in given) == (model != ORIGINAL)
             if task.shots is not None:
                 assert given[given.index("--num-fewshot") + 1] == str(task.shots)
+            if name == "smollm2_135m":
+                assert given[given.index("--published") + 1] in published_scores()
     assert made["fetch"][-2:] == [chosen.recipe.source, "--download"]
 
 

@@ -53,5 +53,10 @@ class HookSizes(NamedTuple):
 
     def of(self, index: list[int]) -> HookSizes:
         """Return the sizes of some sequences of the step."""
-        by_layer = ([[row[i] for i in index] for row in rows] for rows in self[:3])
-        return HookSizes(*by_layer, *([row[i] for i in index] for row in self[3:]))
+
+        def chosen(row: list[int]) -> list[int]:
+            return [row[i] for i in index]
+
+        before, after, pending = ([chosen(row) for row in rows] for rows in self[:3])
+        by_hooks, due, kept = (chosen(row) for row in self[3:])
+        return HookSizes(before, after, pending, by_hooks, due, kept)

@@ -86,6 +86,17 @@ class AttentionStep(NamedTuple):
         adapter = None if decided is None else lambda: decided
         return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
 
+    def some(self, index: Tensor) -> AttentionStep:
+        """Select some sequences of a step of one token each, int64 [any]."""
+        assert self.lengths is None
+        fields = ("query", "key", "value", "cos", "sin", "position", "rows")
+        adapter = None
+        if self.adapter is not None:
+            decided = self.adapter()[index]
+            adapter = lambda: decided  # noqa: E731
+        selected = {name: getattr(self, name)[index] for name in fields}
+        return self._replace(**selected, adapter=adapter, table=None)
+
     def rotated(self) -> tuple[Tensor, NewTokens]:
         """Apply RoPE and clear the eviction channels, for caches that store rotated keys.
 

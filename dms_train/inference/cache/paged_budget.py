@@ -189,7 +189,7 @@ class BudgetPagedCache(PagedKVCache):
         output = torch.empty_like(step.query.flatten(2, 3).transpose(1, 2))
         reads = torch.empty_like(self.lists.lengths[layer, step.rows], dtype=torch.int64)
         for compute, index in zip((self._decode, self._prompt), self._mixed, strict=True):
-            attended = compute(layer, _some(step, index))
+            attended = compute(layer, step.some(index))
             output[index], reads[index] = attended.output, attended.reads
         return Attended(output, reads)
 
@@ -313,13 +313,11 @@ class BudgetPagedCache(PagedKVCache):
             self._scores[layer, rows, :, :most] = known.masked_fill(new, 0)
         if m := self._recent:
             index = count[:, None] - m + torch.arange(m, device=rows.device)  # padding is last
-            at = position.gather(1, index.clamp(min=0))
-            newest = query.transpose(1, 2)[
-                torch.arange(len(rows), device=rows.device)[:, None], index.clamp(min=0)
-            ]
-            newest = newest.unflatten(2, self._queries.shape[3:5]).to(self._queries.dtype)
+            column, sequence = index.clamp(min=0), torch.arange(len(rows), device=rows.device)
+            newest = query.transpose(1, 2)[sequence[:, None], column]
+            newest = newest.view(*index.shape, *self._queries.shape[3:]).to(self._queries.dtype)
             row = torch.where(index >= 0, rows[:, None], -1)  # the last row is never read
-            self._queries[layer][row, at % m] = newest
+            self._queries[layer][row, position.gather(1, column) % m] = newest
 
     def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
         """Return the newest queries [b, h, m, r, d]; 0 for missing ones."""
@@ -459,18 +457,6 @@ def _largest_budget(policy: CachePolicy, layers: int, longest: int) -> int:
     end, seed = torch.tensor([longest]), torch.zeros(1, dtype=torch.int64)
     whole = Sequences(layers, end - 1, end, prompt=end, limit=end, seed=seed, lists={})
     return int(policy.limits(whole).most)
-
-
-def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
-    """Select some sequences of a step, int64 [any]."""
-    assert step.lengths is None  # they have one token each
-    fields = ("query", "key", "value", "cos", "sin", "position", "rows")
-    adapter = None
-    if step.adapter is not None:
-        decided = step.adapter()[index]
-        adapter = lambda: decided  # noqa: E731
-    some = {x: getattr(step, x)[index] for x in fields}
-    return step._replace(**some, adapter=adapter, table=None)
 
 
 def _part(arrival: NewTokens, part: slice) -> NewTokens:

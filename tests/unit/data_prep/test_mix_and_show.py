@@ -71,7 +71,9 @@ def test_weights_are_shares_of_the_tokens_throughout(tmp_path: Path) -> None:
     assert [source.rows for source in reader.manifest.sources] == [len(found) - 300, 300]
 
 
-def test_origins_are_the_tokens_of_each_shard(tmp_path: Path) -> None:
+def test_origins_are_the_tokens_of_each_shard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lengths = np.random.default_rng(0).integers(5, 40, (2, 200)).tolist()
     names = [shard(tmp_path / name, 300 * n, lengths[n]) for n, name in enumerate("ab")]
     for name, terms in zip(names, (Terms(source="s", license="MIT"), UNKNOWN_TERMS), strict=True):
@@ -88,6 +90,8 @@ def test_origins_are_the_tokens_of_each_shard(tmp_path: Path) -> None:
         ("s", "MIT", hashes[0], tokens[0]),
         ("unknown", "unknown", hashes[1], tokens[1]),
     ]
+    share = f"{tokens[0] / sum(tokens):.1%} of the tokens: source s, licence MIT"
+    assert share in capsys.readouterr().out.splitlines()
     d = shard(tmp_path / "d", 700, [sum(tokens)])
     assert main(["mix", str(tmp_path / "c"), d, "--output", str(tmp_path / "e")]) == 0
     assert [one.tokens for one in read_manifest(tmp_path / "e").origins] == [*tokens, sum(tokens)]

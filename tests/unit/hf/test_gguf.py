@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -231,6 +232,17 @@ def test_a_file_is_converted_once_wherever_a_model_is_read(tmp_path, cache, monk
     os.utime(path, ns=(0, 0))
     assert resolve(path) != directory
     assert [p.name for p in tmp_path.iterdir() if p.name != "assets"] == ["m.gguf"]
+
+
+def test_processes_that_start_together_convert_once(tmp_path, monkeypatch):
+    path, calls = gguf_files.model_file(tmp_path / "m.gguf"), []
+    convert = gguf_directory.convert_gguf
+    monkeypatch.setattr(
+        gguf_directory, "convert_gguf", lambda *args: calls.append(args) or convert(*args)
+    )
+    with ThreadPoolExecutor(4) as pool:
+        directories = set(pool.map(cached_gguf, [path] * 4))
+    assert len(directories) == len(calls) == 1
 
 
 def test_a_path_without_a_model_is_refused(tmp_path):

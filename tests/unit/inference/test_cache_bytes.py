@@ -55,7 +55,7 @@ def table_bytes(layers: int, heads: int, page_slots: int, window: int) -> int:
 
 def peak(engine: InferenceEngine, requests: int) -> int:
     """Most bytes that the cache of an engine holds while it computes requests of all lengths."""
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     for seed in range(requests):
         engine.add_request(random_ids((40, 9, 25)[seed % 3], seed=seed), params)
     most = held_bytes(engine._runner.cache)

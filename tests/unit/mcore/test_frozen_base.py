@@ -38,7 +38,7 @@ class Trained(NamedTuple):
 def train(view, method: MethodOptions, directory: Path, *, lr: float, steps: int) -> Trained:
     a = tiny.architecture("llama", num_layers=2)
     options = TrainEngineOptions(parallel=ParallelOptions(), optim=OptimOptions(lr=lr), seed=7)
-    source = tiny.SmallEvictionChannels(a, 1, method.channel)
+    source = tiny.SmallEvictionChannels(a, 1, method.spec.channel)
     engine = McoreEngine(a, method, view, options, source)
     engine.attach_teacher(None)
     engine.reset_eviction_channel()

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from dms_train import limits
+from dms_train.app.plan import describe
+from dms_train.cli.config_source import compose
 from dms_train.training.options import StageOptions
+from tests.support import configs
 from tests.support.training_loop import BATCH, OPTIONS, STEPS, FakeParts, only, restored, run
 
 # retrofit reaches CR 2 after step 7, CR 3 after step 9 and CR 4 after step 11; a hold has 3 steps
@@ -144,3 +147,12 @@ def test_branches_that_cannot_be_taken_are_refused(options: StageOptions, line: 
 
 def test_a_stage_without_an_annealing_ignores_branches() -> None:
     assert not list(limits.problems(only("hold", hold=BRANCHED.hold), "stage"))
+
+
+def test_the_plan_of_a_run_lists_its_branches() -> None:
+    config = compose(["experiment=smollm2_135m", "method.channel=0"])
+    lines = describe(config, configs.KNOWN["smollm2_135m"], 1).splitlines()
+    branches = [line.strip() for line in lines if "branch" in line]
+    assert branches == [
+        f"branch at CR {ratio}: 80 steps, then the export cr{ratio}" for ratio in (2, 3, 4, 6)
+    ]

@@ -69,7 +69,7 @@ def test_every_policy_with_a_rule_is_tested():
 @needs_kernels
 @pytest.mark.parametrize("name", OWN)
 def test_an_empty_subclass_runs_through_the_kernels_like_its_parent(folder, monkeypatch, name):
-    """The parent runs in torch operations; more prompts than rows, in bursts of two steps."""
+    """The parent runs in torch operations; prompts of unequal lengths, groups of two steps."""
     directory, kind = folder("llama", trained_for(name)), registry.policy_kind(name)
     sizes = {"page_slots": 4, "prefill_chunk": 5, "max_num_seqs": 2, "decode_steps": 2}
     found = []
@@ -80,20 +80,13 @@ def test_an_empty_subclass_runs_through_the_kernels_like_its_parent(folder, monk
         engine = InferenceEngine(directory, options)
         assert isinstance(engine._runner.cache, PagedKVCache) == (kernels == "triton")
         assert type(engine._runner.cache.policy).__name__.startswith("My") == bool(found)
-        ids = [
-            engine.add_request(random_ids(n, seed=n), GREEDY, final_only=True) for n in (9, 1, 6)
-        ]
-        done, bursts = {}, 0
+        for n in (9, 6):
+            engine.add_request(random_ids(n, seed=n), GREEDY, final_only=True)
+        done = []
         while engine.has_unfinished_requests():
-            before = engine.decoded_steps
-            done |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
-            bursts += engine.decoded_steps > before + 1
-        assert name == "knorm" or (bursts > 0) == (kernels == "triton")  # it evicts every 2 tokens
-        assert engine._runner.cache.used_pages == 0
-        outputs = [done[i] for i in ids]
-        found.append(
-            [(o.token_ids, o.kv.kv_reads, o.kv.prefill_reads, o.kv.live_tokens) for o in outputs]
-        )
+            done += [(o.request_id, o.outputs[0]) for o in engine.step() if o.finished]
+        done.sort()
+        found.append([(o.token_ids, o.kv.kv_reads, o.kv.live_tokens) for _, o in done])
         mine = PolicyKind(kind.options, lambda o, s: empty_subclass(kind.build(o, s)), kind.trained)
         monkeypatch.setattr(registry, "_registered", {name: mine})
     assert found[0] == found[1]

@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
-from tests.unit.inference.conftest import small_spec
+from tests.unit.inference.conftest import random_ids, small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -36,6 +37,39 @@ def test_every_pass_reads_what_the_readable_cache_reads(policy, own):
 def options(policy, own, **how) -> EngineOptions:
     how = {"prefill_chunk": 5, "max_num_seqs": 2, "decode_steps": 2, "device": DEVICE.type} | how
     return EngineOptions(policy=policy, policy_options=own, page_slots=4, **how)
+
+
+@pytest.mark.parametrize(
+    ("policy", "own"),
+    [
+        ("streaming_llm", {"cr": 2.0, "sinks": 2}),
+        ("snapkv", {"cr": 2.0, "window": 2, "kernel": 3}),
+        ("h2o", {"cr": 1.5}),
+        ("tova", {"budget": 5}),
+        ("quest", {"budget": 4, "page": 4, "dense_layers": 1}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_engine_continues_with_the_same_tokens(folder, policy, own):
+    """More requests of unequal lengths than rows, in groups of steps; both caches agree."""
+    found = []
+    for kernels in ("triton", "reference"):
+        directory = folder("llama", small_spec("dms"))
+        engine = InferenceEngine(directory, options(policy, own, kernels=kernels))
+        ids = [engine.add_request(random_ids(n, seed=n), GREEDY, final_only=True) for n in LENGTHS]
+        done, grouped = {}, 0
+        while engine.has_unfinished_requests():
+            before = engine.decoded_steps
+            done |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+            grouped += engine.decoded_steps > before + 1
+        assert (grouped > 0) == (kernels == "triton")
+        assert isinstance(engine._runner.cache, PagedKVCache) == (kernels == "triton")
+        assert engine._runner.cache.used_pages == 0
+        outputs = [done[i] for i in ids]
+        found.append(
+            [(o.token_ids, o.kv.kv_reads, o.kv.prefill_reads, o.kv.live_tokens) for o in outputs]
+        )
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
