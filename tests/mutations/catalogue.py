@@ -339,7 +339,7 @@ MUTATIONS = [
     Mutation(
         "the cache ignores the decision shift",
         POLICY,
-        "$SLOTS.position + self.shift - $BASE",
+        "$SLOTS.position + shift - $BASE",
         "$SLOTS.position - $BASE",
         "tests/unit/inference/test_cache.py::test_equals_the_visibility_rule[0.5-delayed-1-9chunks-compact]",
     ),

@@ -53,6 +53,7 @@ class AttentionStep(NamedTuple):
         lengths: Tokens of each sequence without padding; None if there is none.
         begins: Whether the cache is known to hold nothing of these sequences yet.
         table: `rotation_table` of `cos` and `sin`; None to compute it on demand.
+        micro_batch: Index among the micro-batches of the pass, each of which visits every layer.
     """
 
     query: Tensor
@@ -67,6 +68,7 @@ class AttentionStep(NamedTuple):
     lengths: tuple[int, ...] | None = None
     begins: bool = False
     table: Tensor | None = None
+    micro_batch: int = 0
 
     def decisions(self) -> Tensor | None:
         """Return the hard decisions by deciding token, bool [b, g, n]; None for a dense model."""

@@ -14,7 +14,7 @@ m recent queries, d head size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,18 @@ _QUERIES = 512  # queries of a prompt that are scored at a time
 _SCORES = 2**26  # most scores in memory at a time
 
 
+class _Plan(NamedTuple):
+    """Decision makers of a micro-batch.
+
+    Attributes:
+        sizes: Sizes of the sequences for which hooks decide; None if kernels decide for all.
+        mixed: Sequences of kernels and of hooks, int64 [any] each; None if there is one kind only.
+    """
+
+    sizes: HookSizes | None = None
+    mixed: tuple[Tensor, Tensor] | None = None
+
+
 class BudgetPagedCache(PagedKVCache):
     """Paged cache whose KV lists keep to the budget of a policy.
 
@@ -92,10 +104,8 @@ class BudgetPagedCache(PagedKVCache):
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_index: tuple[Tensor, Tensor]  # belongs to the current step
         self._choice: Choice | None = None  # belongs to the current step
+        self._plans: dict[int, _Plan] = {}  # of the current pass, by micro-batch
         self._sizes: HookSizes | None = None  # belongs to the current step; None if kernels decide
-        self._mixed: tuple[Tensor, Tensor] | None = (
-            None  # sequences of kernels and of hooks, if both
-        )
         self._logits: SlotLogits | None = None
         if self._scored:
             most = min(slots, _largest_budget(policy, layers, sizes.longest) + 1)
@@ -180,34 +190,34 @@ class BudgetPagedCache(PagedKVCache):
         """Store tokens, evict and attend; the host waits once if the policy's hooks decide."""
         if self._recording:
             return self._decode(layer, step)
-        if layer == 0:
-            self._plan(step)
+        if layer == 0:  # of each micro-batch, before any of them enters the next layer
+            self._plans[step.micro_batch] = self._plan(step)
+        self._sizes, mixed = self._plans[step.micro_batch]
         if self._sizes is None:
             return self._decode(layer, step)
-        if self._mixed is None:
+        if mixed is None:
             return self._prompt(layer, step)
         output = torch.empty_like(step.query.flatten(2, 3).transpose(1, 2))
         reads = torch.empty_like(self.lists.lengths[layer, step.rows], dtype=torch.int64)
-        for compute, index in zip((self._decode, self._prompt), self._mixed, strict=True):
+        for compute, index in zip((self._decode, self._prompt), mixed, strict=True):
             attended = compute(layer, step.some(index))
             output[index], reads[index] = attended.output, attended.reads
         return Attended(output, reads)
 
-    def _plan(self, step: AttentionStep) -> None:
+    def _plan(self, step: AttentionStep) -> _Plan:
         """Find out who decides after the tokens of a step, and read the sizes that hooks need."""
-        self._sizes = self._mixed = None
         one = step.position.shape[1] == 1
         if one and self.decodes_prompts:
-            return
+            return _Plan()
         sizes = self._read_sizes(step, one)
         hooks = [i for i, by_hooks in enumerate(sizes.by_hooks) if by_hooks]
         if not hooks:
-            return
-        if len(hooks) < len(sizes.by_hooks):
-            kernels = [i for i, by_hooks in enumerate(sizes.by_hooks) if not by_hooks]
-            device = step.rows.device
-            self._mixed, sizes = (sent(kernels, device), sent(hooks, device)), sizes.of(hooks)
-        self._sizes = sizes
+            return _Plan()
+        if len(hooks) == len(sizes.by_hooks):
+            return _Plan(sizes)
+        kernels = [i for i, by_hooks in enumerate(sizes.by_hooks) if not by_hooks]
+        device = step.rows.device
+        return _Plan(sizes.of(hooks), (sent(kernels, device), sent(hooks, device)))
 
     def _read_sizes(self, step: AttentionStep, one: bool) -> HookSizes:
         """Read the sizes of a step whose sequences have one token each, or of any other step."""

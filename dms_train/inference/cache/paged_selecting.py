@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.row_requests import RowRequests
@@ -54,7 +55,9 @@ class SelectingPagedCache(PagedKVCache):
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
         self._reads = torch.zeros_like(self.lists.lengths)
         self._selections: dict[int, PageSelection] = {}  # key: sequences of a step
-        self._changed: range  # pages that the current chunk changes
+        # pages in which the prompts of the current pass change any KV list, by micro-batch
+        self._changed: dict[int, range] = {}
+        self._micro_batch = 0  # index of the current one
         self._wanted: PageBudget  # belongs to the current step
         self._selection_rows: Tensor  # index of each sequence in the step; -1 for none
 
@@ -124,27 +127,32 @@ class SelectingPagedCache(PagedKVCache):
         batch_index = torch.arange(len(token.rows), device=token.rows.device)
         self._selection_rows = torch.where(token.rows < 0, -1, batch_index)
 
+    def step(self, layer: int, step: AttentionStep) -> Attended:
+        """Store tokens and attend, as `PagedKVCache.step`; a prompt waits once, in layer 0."""
+        self._micro_batch = step.micro_batch
+        if layer == 0 and step.position.shape[1] > 1:
+            self._changed[step.micro_batch] = self._changed_pages(step)
+        return super().step(layer, step)
+
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
-        if layer == 0:
-            self._changed = self._changed_pages(tokens)
         attended = super()._prefill(layer, tokens)
         self._bound(layer, tokens.rows)
         return attended
 
-    def _changed_pages(self, tokens: Chunk) -> range:
-        """Return the pages in which a chunk changes any KV list; waits for the device.
+    def _changed_pages(self, step: AttentionStep) -> range:
+        """Return the pages in which a micro-batch changes any KV list; waits for the device.
 
         All layers and heads hold every token of a sequence, so that the answer holds for them all.
         """
-        before = self.lists.lengths[0, tokens.rows, 0]
-        after = before + (tokens.arrival.position >= 0).sum(1)
+        before = self.lists.lengths[0, step.rows, 0]
+        after = before + (step.position >= 0).sum(1)
         least, most = torch.stack([before.amin(), after.amax()]).tolist()
         return range(max(0, least - 1) // self.pool.page_slots, self._pages_of(most))
 
     def _bound(self, layer: int, rows: Tensor) -> None:
         """Compute the bounds of the changed pages of rows [b]."""
         size, lengths = self.pool.page_slots, self.lists.lengths[layer, rows]
-        changed = self._changed
+        changed = self._changed[self._micro_batch]
         page_index = torch.arange(changed.start, changed.stop, device=rows.device)
         table = self.lists.tables[layer, rows][..., page_index].long()
         slot = page_index[:, None] * size + torch.arange(size, device=rows.device)

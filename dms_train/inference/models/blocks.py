@@ -171,7 +171,8 @@ class Attention(nn.Module):
         query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         outputs, reads = [], []
-        for batch, angles in zip(inputs.micro_batches, inputs.angles, strict=True):
+        pairs = zip(inputs.micro_batches, inputs.angles, strict=True)
+        for index, (batch, angles) in enumerate(pairs):
             adapter = None
             if self.adapter:
                 adapter = partial(self._adapter_decisions, batch.take(residual))
@@ -188,6 +189,7 @@ class Attention(nn.Module):
                 lengths=batch.lengths,
                 begins=batch.begins,
                 table=angles.table,
+                micro_batch=index,
             )
             attended = inputs.cache.step(self.layer, step)
             outputs.append(batch.flatten(attended.output.transpose(1, 2).flatten(2)))

@@ -69,7 +69,7 @@ def test_every_policy_with_a_rule_is_tested():
 @needs_kernels
 @pytest.mark.parametrize("name", OWN)
 def test_an_empty_subclass_runs_through_the_kernels_like_its_parent(folder, monkeypatch, name):
-    """The parent runs in torch operations; prompts of unequal lengths, groups of two steps."""
+    """The parent runs in torch operations; prompts are read while others decode, two steps each."""
     directory, kind = folder("llama", trained_for(name)), registry.policy_kind(name)
     sizes = {"page_slots": 4, "prefill_chunk": 5, "max_num_seqs": 2, "decode_steps": 2}
     found = []
@@ -80,7 +80,7 @@ def test_an_empty_subclass_runs_through_the_kernels_like_its_parent(folder, monk
         engine = InferenceEngine(directory, options)
         assert isinstance(engine._runner.cache, PagedKVCache) == (kernels == "triton")
         assert type(engine._runner.cache.policy).__name__.startswith("My") == bool(found)
-        for n in (9, 6):
+        for n in (9, 1, 6, 7):
             engine.add_request(random_ids(n, seed=n), GREEDY, final_only=True)
         done = []
         while engine.has_unfinished_requests():
