@@ -69,6 +69,7 @@ SCRATCH = {
     "stage.run": ["pretrain"],
 }
 DMC = {"method": asdict(PRESETS["dmc"])}
+TRIM_KV = {"method": asdict(PRESETS["trim_kv"]), "optim.weight_decay": 0.0}
 FASTDMS = {"method": {**asdict(PRESETS["dms_fastdms"]), "window": 4}}
 NVIDIA = {
     **SCRATCH,
@@ -172,6 +173,8 @@ WIRES: dict[str, Wire] = {
             ("heads", "shared"),
         )
     },
+    "method.budget": Wire(64, spec("budget"), others=TRIM_KV),
+    "method.capacity_weight": Wire(0.5, training("capacity_weight"), others=TRIM_KV),
     "method.alpha_in_loss": Wire("hard_st", training("alpha_in_loss")),
     "method.aux_form": Wire("sum", training("aux_form")),
     "method.consistency": Wire(1.0, training("consistency"), others=DMC),
