@@ -73,4 +73,4 @@ docs: $(STAMP)
 
 # make demo MODEL=smollm2: the procedure on a real model, on two CPU cores
 demo: $(STAMP)
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo$(if $(MODEL),_$(MODEL)).sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo$(if $(filter command line,$(origin MODEL)),_$(MODEL)).sh

@@ -21,7 +21,13 @@ steps() { awk -v n="$1" -v f="$STEPS" 'BEGIN { s = int(n * f + 0.5); print (s < 
 
 log "1/4  the model: $ORIGINAL"
 if [[ ! -d $ORIGINAL ]]; then
-  python scripts/fetch_models.py "$NAME" --folder "$(dirname "$ORIGINAL")" ${DOWNLOAD:+--download}
+  if [[ $(basename "$ORIGINAL") != "$NAME" ]]; then
+    echo "$ORIGINAL: no such folder; correct ORIGINAL" >&2
+    exit 2
+  fi
+  FETCH=()
+  if [[ ${DOWNLOAD:-0} == 1 ]]; then FETCH=(--download); fi
+  python scripts/fetch_models.py "$NAME" --folder "$(dirname "$ORIGINAL")" "${FETCH[@]}"
 fi
 
 rm -rf "$OUT"

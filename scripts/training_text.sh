@@ -32,11 +32,11 @@ generate "$INSTRUCTIONS" --chat --continuations 4 \
   "${INSTRUCTIONS_TERMS[@]}" --output "$OUT/instructions"
 generate "$BOOKS" --beginning 32-512 --loss-on all "${BOOKS_TERMS[@]}" \
   --output "$OUT/continued"
-if [[ ! -e $OUT/books.manifest.json ]]; then
+if [[ -e $OUT/books.manifest.json ]]; then
+  echo "$OUT/books: kept; delete $OUT/books.manifest.json to tokenize BOOKS again"
+else
   dms-data tokenize "$BOOKS" --passages 8192 --append-eod --tokenizer "$MODEL" \
     "${BOOKS_TERMS[@]}" --output "$OUT/books"
 fi
-if [[ ! -e $OUT/train.manifest.json ]]; then
-  dms-data mix "$OUT/gsm8k=${WEIGHT[0]}" "$OUT/instructions=${WEIGHT[1]}" \
-    "$OUT/continued=${WEIGHT[2]}" "$OUT/books=${WEIGHT[3]}" --output "$OUT/train"
-fi
+dms-data mix "$OUT/gsm8k=${WEIGHT[0]}" "$OUT/instructions=${WEIGHT[1]}" \
+  "$OUT/continued=${WEIGHT[2]}" "$OUT/books=${WEIGHT[3]}" --output "$OUT/train" --overwrite

@@ -53,7 +53,8 @@ def evaluate_tasks(words: list[str]) -> None:
     )
     engine = engine_options(args)
     resolve(args.model)  # the quick checks come before the tasks are read
-    run.require_unused(args.output)
+    if not args.overwrite:
+        run.require_unused(args.output)
     comparison.require_published(args.published)
     original = _stored_original(args)
     tasks = run.load_tasks(options)
@@ -121,7 +122,8 @@ def _stored_original(args: argparse.Namespace) -> dict[str, Any] | None:
     if (folder / run.RESULTS).exists():
         return comparison.read_results(folder)
     resolve(args.original)
-    run.require_unused(args.output / _ORIGINAL)
+    if not args.overwrite:
+        run.require_unused(args.output / _ORIGINAL)
     return None
 
 
@@ -164,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         help="evaluate this model too, with all tokens kept, and compare; or the folder of its"
         " results from an earlier run with the same tasks and settings",
     )
+    add("--overwrite", action="store_true", help="replace results that the folder holds")
     add("--published", metavar="NAME", help="show published scores of this model beside")
     add("--log-samples", action="store_true", help="also write every prompt, answer and score")
     return parser

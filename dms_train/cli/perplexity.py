@@ -36,7 +36,7 @@ def measure_perplexity(words: list[str]) -> None:
     )
     engine = engine_options(args)
     if engine.max_model_len is None:
-        engine = replace(engine, max_model_len=args.length + 1)
+        engine = replace(engine, max_model_len=args.length)
     for model in (args.model, args.original):
         if model is not None:
             resolve(model)

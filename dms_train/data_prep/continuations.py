@@ -252,9 +252,13 @@ def _rows_of(job: ContinuationJob) -> int | None:
 
 
 def _prompts(first: int, job: ContinuationJob, encoder: PromptEncoder) -> Iterator[Prompt]:
+    column = job.prompts.answer_column
     for row in job.rows.read(first, job.shard):
         if job.limit is not None and row.number >= job.limit:
             return
+        # rows of a hub have all columns and are not read in advance, as `_check_rows` reads files
+        if job.rows.total is None and column is not None and column not in row.values:
+            raise DataError(f"{row.where}: no column {column}; correct --answer-column")
         yield encoder.encode(row)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dms_train.cli.config_source import ASSETS_DIR
 from dms_train.cli.errors import run_main
+from dms_train.evaluation.errors import EvaluationError
 from research.lab.arguments import count, seed
 
 _ON_TOPICS = (
@@ -58,20 +59,26 @@ _TOPICS = (
 
 
 def prompts(number: int, start: int) -> list[str]:
-    """Return prompts, two of three on topics, drawn with the seed `start`."""
+    """Return different prompts, drawn with the seed `start`: on topics or, one in three, on things.
+
+    Raises:
+        EvaluationError: There are not so many prompts.
+    """
     draw = random.Random(start)
     kinds = json.loads((ASSETS_DIR / "needle_words.json").read_text(encoding="utf-8"))
-    drawn = []
-    for _ in range(number):
+    drawn: dict[str, None] = {}
+    for _ in range(100 * number):
+        if len(drawn) == number:
+            return list(drawn)
         topic, other = draw.sample(_TOPICS, 2)
         adjective, second = draw.sample(kinds["adjectives"], 2)
         if draw.random() < 2 / 3:
-            drawn.append(draw.choice(_ON_TOPICS).format(topic=topic, other=other))
+            drawn[draw.choice(_ON_TOPICS).format(topic=topic, other=other)] = None
             continue
         noun, thing = draw.sample(kinds["nouns"], 2)
         parts = {"adjective": adjective, "second": second, "noun": noun, "other": thing}
-        drawn.append(draw.choice(_ON_THINGS).format(**parts))
-    return drawn
+        drawn[draw.choice(_ON_THINGS).format(**parts)] = None
+    raise EvaluationError(f"--count {number}: only {len(drawn)} prompts were found; ask for fewer")
 
 
 def _run(args: argparse.Namespace) -> int:

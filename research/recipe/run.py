@@ -9,8 +9,8 @@ results to the model card of each export. Every step is a command of this projec
 to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--minutes` the
-running command is told to stop. It keeps its progress, and the exit code is 3; the same command
-continues.
+running command is told to stop, and the exit code is 3; the same command continues. Training and
+sampling keep their progress, and a measurement starts over.
 
 `toy` takes a few steps with the embedded model on a CPU. It shows the procedure and says nothing
 about quality.

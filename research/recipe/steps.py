@@ -303,6 +303,8 @@ def _evaluation(settings: Settings, task: Task, name: str, model: Path) -> Step:
         *("--data", str(_documents(settings)), "--limit", str(settings.limit)),
         *("--device", settings.device, "--max-num-seqs", str(settings.rows)),
         *("--output", str(results(settings, task, name))),
+        # for the intervals of differences; and an interrupted step starts over
+        *("--log-samples", "--overwrite"),
     ]
     if settings.recipe.published is not None:
         words += ["--published", settings.recipe.published]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.results import RunResult
@@ -40,12 +41,20 @@ def needle_cells(runs: Iterable[RunResult], bands: int) -> list[NeedleCell]:
         bands: Number of bands of equal width.
 
     Raises:
-        EvaluationError: No run is of this task, or its prompts came from a file.
+        EvaluationError: No run is of this task, its prompts came from a file, or different models
+            have the same label.
     """
     scores: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    models: dict[str, Any] = {}
     for run in runs:
         if run.task == Niah.name:
             task = run.header["config"]["task"]
+            model = (run.header["config"]["model"], run.header["config"]["policy"])
+            if models.setdefault(run.label, model) != model:
+                raise EvaluationError(
+                    f"{run.label}: runs of different models or policies have this name; "
+                    "draw them one after the other"
+                )
             for depth, score in _scores(run):
                 band = depth * bands // _DEPTHS
                 scores[run.label, task["context_length"], band].append(score)

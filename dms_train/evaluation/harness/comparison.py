@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -75,6 +76,12 @@ def read_results(folder: Path) -> dict[str, Any]:
             results["samples"][path.stem.removeprefix("samples_")] = list(map(json.loads, lines))
     except ValueError as error:
         raise EvaluationError(f"{path}: damaged ({error})") from None
+    if not results["samples"]:
+        logging.getLogger("dms_train").warning(
+            "%s: no samples_*.jsonl, which the intervals of differences need; "
+            "evaluate the original with --log-samples",
+            folder,
+        )
     return results
 
 

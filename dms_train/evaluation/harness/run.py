@@ -77,7 +77,10 @@ class HarnessOptions:
 def require_unused(folder: Path) -> None:
     """Raise EvaluationError for a folder that holds results already."""
     if (folder / RESULTS).exists():
-        raise EvaluationError(f"{folder}: holds results already; choose another --output")
+        raise EvaluationError(
+            f"{folder}: holds results already; choose another --output, or "
+            "replace them with --overwrite"
+        )
 
 
 class LoadedTasks(NamedTuple):

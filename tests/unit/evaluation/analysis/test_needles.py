@@ -17,13 +17,15 @@ from dms_train.evaluation.tasks.niah import needles
 COUNT, SEED, BANDS = 60, 5, 4
 
 
-def run(label: str, length: int, right: set[int], **task) -> RunResult:
+def run(label: str, length: int, right: set[int], model: str = "m", **task) -> RunResult:
     drawn = list(needles(COUNT, SEED))
     config = {
         "task": {
             **{"name": "niah", "seed": SEED, "context_length": length, "fixture": False},
             **task,
-        }
+        },
+        "model": {"sha256": model},
+        "policy": {"name": "auto"},
     }
     documents = {
         str(n): [{"correct": [n in right], "answers": [drawn[n].value if n in right else None]}]
@@ -57,6 +59,11 @@ def test_runs_without_known_depths_are_refused():
         needle_cells([run("A", 1024, set(), name="gsm8k")], BANDS)
     with pytest.raises(EvaluationError, match="its prompts came from a file"):
         needle_cells([run("A", 1024, set(range(COUNT)), seed=SEED + 1)], BANDS)
+
+
+def test_different_models_of_one_name_are_refused():
+    with pytest.raises(EvaluationError, match="A: runs of different models or policies"):
+        needle_cells([run("A", 1024, set()), run("A", 2048, set(), model="n")], BANDS)
 
 
 def test_the_figure_has_a_panel_for_each_label_and_a_number_for_each_cell(monkeypatch):

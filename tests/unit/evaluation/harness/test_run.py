@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -239,6 +240,16 @@ def test_results_are_not_overwritten(workspace, written, capsys):
     assert main(words(workspace, ROLL, "first")) == 2
     assert "holds results already" in capsys.readouterr().err
     assert (written / "results.json").read_bytes() == before
+
+
+def test_results_are_overwritten_on_demand(workspace, tmp_path, written):
+    copy = tmp_path / "first"
+    shutil.copytree(written, copy)
+    (copy / "results.json").write_text("{}")
+    given = words(workspace, ROLL, "first")
+    given[given.index("--output") + 1] = str(copy)
+    assert main([*given, "--overwrite"]) == 0
+    assert "results" in json.loads((copy / "results.json").read_text())
 
 
 def test_a_missing_harness_is_refused(workspace):
