@@ -6,6 +6,7 @@ whose loss changes the output least, measured on its training data before the fi
 
 from __future__ import annotations
 
+import math
 import time
 
 from dms_train.app.preparation import Prepared
@@ -37,9 +38,7 @@ def choose_channel(
     if not ranks_channels(prepared):
         return
     since = time.monotonic()
-    # the interleaved schedule needs as many microbatches as stages
-    batches = source.microbatches(0)[: view.pp_size if view.vp_size else 1]
-    losses = rank_channels(engine, prepared.architecture.kv_channels, batches)
+    losses = rank_channels(engine, prepared.architecture.kv_channels, source.microbatches(0))
     channel = groups.value_of_rank_0(next(iter(losses)))
     engine.set_channel(channel)
     log.logger().info(
@@ -76,13 +75,22 @@ def rank_channels(engine: McoreEngine, size: int, batches: list[Batch]) -> dict[
     """
     channels = [*range(size - 1), -1]
     for tokens in (_SCREENING_TOKENS, _FINAL_TOKENS):
-        losses = engine.channel_losses(channels, [_shortened(b, tokens, engine) for b in batches])
+        losses = engine.channel_losses(channels, _beginning(batches, tokens, engine.view))
         ranking = sorted(zip(losses, channels, strict=True), key=lambda entry: entry[0])
         channels = [channel for _, channel in ranking[:_FINALISTS]]
     return {channel: loss for loss, channel in ranking}
 
 
-def _shortened(batch: Batch, tokens: int, engine: McoreEngine) -> Batch:
+def _beginning(batches: list[Batch], tokens: int, view: ParallelView) -> list[Batch]:
+    """Return up to `tokens` positions of the first micro-batches."""
+    # the interleaved schedule takes multiples of the number of stages
+    multiple = view.pp_size if view.vp_size else 1
+    needed = math.ceil(tokens / batches[0].tokens.numel())
+    taken = batches[: math.ceil(needed / multiple) * multiple]
+    return [_shortened(batch, tokens // len(taken), view.tp_size) for batch in taken]
+
+
+def _shortened(batch: Batch, tokens: int, tp_size: int) -> Batch:
     """Return up to `tokens` positions, in a length that tensor-parallel ranks can split."""
-    length = min(batch.tokens.shape[1], tokens - tokens % engine.view.tp_size)
+    length = min(batch.tokens.shape[1], tokens - tokens % tp_size)
     return batch.first(tokens // length, length)

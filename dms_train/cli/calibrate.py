@@ -67,6 +67,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     from dms_train.inference.query_statistics import measure_queries
 
     require_device(args.device)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     directory = resolve(args.model)
     model = load_model(directory, device=args.device)
     samples = _samples(directory, model, args)

@@ -25,6 +25,7 @@ GGUF_RECORD = "gguf.json"
 _MAGIC = b"GGUF"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _UNQUANTISED = ("F32", "F16", "BF16")
+_CONVERSION = 1  # raised with every change of what a file is converted to
 _SHARD_BYTES = 2 * 1024**3  # held in memory while a directory is written
 
 
@@ -139,7 +140,7 @@ def _cache_folder(path: Path) -> Path:
 
     path = path.resolve()
     facts = os.stat(path)
-    key = f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}"
+    key = f"{_CONVERSION}\0{path}\0{facts.st_size}\0{facts.st_mtime_ns}"
     short = hashlib.sha256(key.encode()).hexdigest()[:12]
     return Path(HF_ASSETS_CACHE) / "dms-train" / "gguf" / f"{path.stem}-{short}"
 

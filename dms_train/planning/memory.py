@@ -165,6 +165,7 @@ def stages_of(
         length=data.seq_length,
         distills=needs_teacher(config),
         kernels=config.kernels,
+        fused=config.kernels in ("auto", "triton") and not config.method.decays,
     )
     count = data.global_batch_size // (data.micro_batch_size * copies)
     return [

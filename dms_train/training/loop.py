@@ -172,17 +172,18 @@ def _run_branch(stage: Stage, state: TrainState, components: TrainerComponents) 
     branch, name = stage.branches[ratio], f"cr{ratio}"
     if state.step == start:
         state.stage_step = 0
+        components.reporter.end_stage(start)
     components.engine.begin_stage(branch.rate)
     components.reporter.begin_stage(f"{branch.name} {name}", branch.steps, state.stage_step)
     while state.stage_step < branch.steps:
         _step(branch, state, components)
         stops, ends = components.watch.must_stop(), state.stage_step == branch.steps
-        if not ends and (stops or _due(state.step, components.options.save_interval)):
-            components.saver.save(state, permanent=False, required=stops)
+        if ends or stops or _due(state.step, components.options.save_interval):
+            components.saver.save(state, permanent=False, required=ends or stops)
         else:
             components.saver.poll(start)
-        if stops and not ends:
-            return True
+        if stops:
+            return True  # the resumed run writes the export
     components.saver.finish_pending_save(start)
     components.skips.require_update(branch.name, branch.steps, state)
     evaluate(branch.eval_plan(state.step, state.stage_step), state, components)

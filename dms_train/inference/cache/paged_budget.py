@@ -406,7 +406,9 @@ class BudgetPagedCache(PagedKVCache):
 
     def _stored_positions(self, layer: int, rows: Tensor, stored: int) -> Tensor:
         """Return the positions in the pages of up to `stored` slots, int64 [b, h, s]; -1: empty."""
-        most = max(1, self._pages_of(stored)) * self.pool.page_slots
+        # the bound may come from two sequences, and then exceed the longest possible one
+        pages = min(max(1, self._pages_of(stored)), self.lists.tables.shape[-1])
+        most = pages * self.pool.page_slots
         held = torch.arange(most, device=rows.device) < self.lists.lengths[layer, rows][..., None]
         return self._positions[layer, rows, :, :most].long().masked_fill(~held, -1)
 

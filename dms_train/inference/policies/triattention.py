@@ -41,10 +41,18 @@ class QueryStatistics:
     frequency: Tensor
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file."""
+        """Write a safetensors file.
+
+        Raises:
+            InferenceError: It cannot be written.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        save_file({item.name: getattr(self, item.name) for item in fields(self)}, path)
+        try:
+            save_file({item.name: getattr(self, item.name) for item in fields(self)}, path)
+        except SafetensorError as error:
+            raise InferenceError(f"{path}: cannot be written ({error})") from None
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -99,14 +99,17 @@ def test_a_run_killed_anywhere_repeats_steps_and_changes_none(
     assert set(trained(first) + trained(again)) == set(trained(whole))
 
 
-def test_a_run_killed_between_the_return_and_the_removal_exports_again(tmp_path: Path) -> None:
-    """Checkpoints of the branch are then still the newest ones."""
-    run(tmp_path, BRANCHED, fails_at="cr2", save_interval=1)
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_failed_export_of_a_branch_is_written_again_without_a_step(
+    tmp_path: Path, interval: int
+) -> None:
+    """The last checkpoint of the branch is then still the newest one."""
+    run(tmp_path, BRANCHED, fails_at="cr2", save_interval=interval)
     state = restored(tmp_path, newest(tmp_path))
-    assert (state.step, state.branch_start) == (9, 7)
-    again = run(tmp_path, BRANCHED, state, save_interval=1)
+    assert (state.step, state.branch_start) == (10, 7)
+    again = run(tmp_path, BRANCHED, state, save_interval=interval)
     assert again.of("export")[0] == ("cr2", 10, 2.0)
-    assert trained(again)[:2] == [(9, 2.0, 9 * BATCH), (7, 2.5, 7 * BATCH)]
+    assert trained(again)[0] == (7, 2.5, 7 * BATCH)
 
 
 def test_no_checkpoint_of_a_branch_is_left(tmp_path: Path) -> None:

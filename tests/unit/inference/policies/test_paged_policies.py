@@ -11,6 +11,7 @@ from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
@@ -85,3 +86,23 @@ def test_the_engine_continues_with_the_same_tokens(folder, policy, own):
 def test_what_the_kernels_do_not_support_is_refused(folder, policy, own, how):
     with pytest.raises(InferenceError, match=r"kernels=\w+ cache_dtype=\w+: .*Policy"):
         InferenceEngine(folder("llama", small_spec("dms")), options(policy, own, **how))
+
+
+def test_a_prompt_near_the_limit_is_read_beside_the_longer_part_of_another():
+    """Tokens held by one and arriving in the other are together more than a sequence has."""
+    policy = build_policy("streaming_llm", {"budget": 40, "sinks": 2}, None)
+
+    def read(cache, device):
+        passes = cases.Passes(cache, device)
+        passes.assign(0, RequestSizes(20, 22, 0))
+        passes.assign(2, RequestSizes(10, 14, 0))
+        passes.go({0: 16}, chunk=16)
+        passes.go({0: 20, 2: 10}, chunk=10)
+        return passes.seen
+
+    expected = read(cases.readable(policy), torch.device("cpu"))
+    for (output, facts), (true, known) in zip(
+        read(cases.paged(policy, DEVICE), DEVICE), expected, strict=True
+    ):
+        assert facts == known
+        torch.testing.assert_close(output, true, rtol=1e-5, atol=1e-5)
