@@ -93,6 +93,7 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
     return export_format.advice(model)
 
 
+@typed
 def require_known_format(directory: Path) -> None:
     """Refuse an export in a format that this version lacks; it would count as a dense model.
 

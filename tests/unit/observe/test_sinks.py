@@ -190,6 +190,7 @@ def test_offline_run_read_back(wandb, tmp_path):
     assert run.summary["final/cr"] == 2.0
     axes = {
         "train/*": "step",
+        "branch/*": "step",
         "validate_export/*": "step",
         "run_tasks/*": "step",
         "eval/*": "tokens",
