@@ -49,7 +49,7 @@ class Continued:
         return [one.output for one in self.continuations if one.outcome is Outcome.KEPT]
 
 
-def judge(
+def filter_continuations(
     prompts: Iterable[tuple[Prompt, list[CompletionOutput]]], *, only_finished: bool, verify: bool
 ) -> Iterator[Continued]:
     """Decide which continuations are kept.

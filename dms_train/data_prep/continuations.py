@@ -23,7 +23,7 @@ from dms_train.data.errors import DataError
 from dms_train.data.manifest import Manifest, file_sha256
 from dms_train.data.origins import UNKNOWN_TERMS, Terms
 from dms_train.data.writer import package_versions
-from dms_train.data_prep.continuation_filters import Continued, judge
+from dms_train.data_prep.continuation_filters import Continued, filter_continuations
 from dms_train.data_prep.conversations import LossOn, MaskedTokens
 from dms_train.data_prep.journal import Journal
 from dms_train.data_prep.overlap import EvaluationSets
@@ -228,7 +228,7 @@ def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder, speed:
     outputs = _in_order(engine, job, chain([first], prompts))
     with progress_bar(total) as advance:
         advance(job.shard.size(journal.next_row), "")
-        for item in judge(outputs, only_finished=job.only_finished, verify=verify):
+        for item in filter_continuations(outputs, only_finished=job.only_finished, verify=verify):
             documents = [_document(job, encoder, item.prompt, output) for output in item.kept]
             _count(journal.counts, item, documents)
             journal.add(item.prompt.number, _record(job, item), documents)

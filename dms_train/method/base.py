@@ -86,7 +86,7 @@ class MethodSpec:
     replaces_values: ClassVar[bool] = False
     """Whether attention reads other values than the projection's."""
     decays: ClassVar[bool] = False
-    """Whether `log_keep` is multiplied by the distance from a key to the query, without window."""
+    """True if `log_keep` is multiplied by the distance from key to query; there is no window."""
 
     def __post_init__(self) -> None:
         self.require_valid()
@@ -164,7 +164,7 @@ class MethodOptions(MethodSpec):
     spec_class: ClassVar[type[MethodSpec]]
     """Class of the specification."""
     trains_channels_only: ClassVar[bool] = False
-    """Whether only the eviction channels are trained, on a base model that stays as it is."""
+    """True if only the eviction channels are trained; all other weights stay as they are."""
 
     def __post_init__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Interface of scorers, the judges of the texts that a model wrote for one document."""
+"""Interface of scorers, which score the texts that a model wrote for one document."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from dms_train.data_prep.continuation_filters import Continued, judge
+from dms_train.data_prep.continuation_filters import Continued, filter_continuations
 from dms_train.data_prep.overlap import EvaluationSets
 from dms_train.data_prep.prompts import Prompt, PromptEncoder, PromptOptions
 from dms_train.data_prep.rows import Row
@@ -68,7 +68,7 @@ CASES = [
 def test_each_continuation_has_the_outcome_of_the_first_filter_that_rejects_it(
     only_finished: bool, verify: bool, expected: list[list[str]]
 ) -> None:
-    items = list(judge(CASES, only_finished=only_finished, verify=verify))
+    items = list(filter_continuations(CASES, only_finished=only_finished, verify=verify))
     assert [item.prompt for item in items] == [one for one, _ in CASES]
     assert outcomes(items) == expected
     assert [item.outcome.value for item in items] == ["kept"] * 3 + ["too_long"]
@@ -76,7 +76,7 @@ def test_each_continuation_has_the_outcome_of_the_first_filter_that_rejects_it(
 
 def test_the_outcome_of_a_row_is_the_latest_one_of_its_continuations() -> None:
     case = (prompt(0, "3"), [output("Hm."), output("\\boxed{4}"), output("\\boxed{3}", "length")])
-    (item,) = judge([case], only_finished=True, verify=True)
+    (item,) = filter_continuations([case], only_finished=True, verify=True)
     assert outcomes([item]) == [["no_answer", "wrong", "unfinished"]]
     assert item.outcome is Outcome.WRONG
     assert item.kept == []
