@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import ClassVar
 
 from dms_train.evaluation.answers import Attempt, Verdict
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.options import SANDBOX
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.verification import Verifier
 
@@ -60,6 +62,16 @@ class AnswerChecker:
         """End the processes."""
         if self._verifier is not None:
             self._verifier.__exit__(kind, error, trace)
+
+    def runs_sandboxed(self) -> bool:
+        """Return whether programs of a model run in the sandbox.
+
+        Raises:
+            EvaluationError: Running them was not allowed.
+        """
+        if self.allow_code is None:
+            raise EvaluationError("programs of a model run only with --allow-code")
+        return self.allow_code == SANDBOX
 
     def verdicts(self, attempts: Sequence[Attempt]) -> list[Verdict]:
         """Compare answers with their gold answers in processes with deadlines.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict
-from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import SANDBOX
 from dms_train.evaluation.programs import ProgramTest, passes
 from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
@@ -36,9 +34,7 @@ class CompletionScorer(Scorer):
         Raises:
             EvaluationError: Running code was not allowed, or cannot be isolated here.
         """
-        if checker.allow_code is None:
-            raise EvaluationError("programs of a model run only with --allow-code")
-        sandboxed = checker.allow_code == SANDBOX
+        sandboxed = checker.runs_sandboxed()
         return [_score(document, text, sandboxed) for text in texts]
 
 

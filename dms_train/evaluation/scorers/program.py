@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict, final_text
-from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import SANDBOX
 from dms_train.evaluation.programs import ProgramTest, passes
 from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
@@ -31,10 +29,8 @@ class ProgramScorer(Scorer):
         Raises:
             EvaluationError: Running code was not allowed, or cannot be isolated here.
         """
-        if checker.allow_code is None:
-            raise EvaluationError("programs of a model run only with --allow-code")
+        sandboxed = checker.runs_sandboxed()
         tests = program_tests(document)
-        sandboxed = checker.allow_code == SANDBOX
         return [_score(text, tests, sandboxed) for text in texts]
 
 
