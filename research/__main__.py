@@ -37,6 +37,7 @@ COMMANDS = {
     "lab-ratios": Command("research.lab.ratios", "compare methods at equal compression ratios"),
     "lab-wall-clock": Command("research.lab.wall_clock", "measure accuracy against seconds"),
     "recipe": Command("research.recipe.run", "retrofit a real model, from download to report"),
+    "recipe-needles": Command("research.recipe.needles", "hide needles in prompts of each length"),
     "recipe-prompts": Command("research.recipe.prompts", "write instructions for a model"),
     "retention": Command("research.retention.run", "show which tokens each KV head keeps"),
     "policies": Command("research.policies.run", "compare all cache policies at equal ratios"),

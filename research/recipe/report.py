@@ -9,16 +9,13 @@ from typing import Any
 from dms_train.evaluation.scaling.results import load
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
-from research.recipe.steps import (
-    ORIGINAL,
-    Settings,
-    Task,
-    exports,
+from research.recipe.evaluations import (
     needle_contexts,
     needles_folder,
     perplexity_file,
     results,
 )
+from research.recipe.steps import ORIGINAL, Settings, Task, exports
 
 _METRICS = ("acc_norm", "acc", "exact_match", "pass@1")  # the first one that a task has
 _VALIDATED = ("cr_factor", "kl_nats_per_token", "top1_agreement")
@@ -34,14 +31,14 @@ def write_report(settings: Settings) -> Path:
     contexts = needle_contexts(settings)
     header = [
         *("model", *_VALIDATED, *(_PERPLEXITY if settings.held_out else ())),
-        *(*(f"needles {context:,}" for context in contexts), *(task.label for task in tasks)),
+        *(*(f"needles {context:,}" for context in contexts), *(task.key for task in tasks)),
     ]
     rows = [
         [
             *(name, *(_number(validated.get(name, {}), key) for key in _VALIDATED)),
             *(_perplexity(settings, name) if settings.held_out else ()),
-            *(_found(needles_folder(settings, context, name)) for context in contexts),
-            *(_score(results(settings, task, name), task) for task in tasks),
+            *(_found(needles_folder(settings, name, context)) for context in contexts),
+            *(_score(results(settings, name), task) for task in tasks),
         ]
         for name in names
     ]
@@ -77,7 +74,7 @@ def _found(folder: Path) -> str:
 def _score(folder: Path, task: Task) -> str:
     """Return the main metric of a task with its 95% interval."""
     found: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    values = found["results"][task.name]
+    values = found["results"][task.key]
     for metric in _METRICS:
         for key, value in values.items():
             name, _, kind = key.partition(",")

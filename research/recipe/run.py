@@ -9,8 +9,9 @@ results to the model card of each export. Every step is a command of this projec
 to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--minutes` the
-running command is told to stop, and the exit code is 3; the same command continues. Training and
-sampling keep their progress, and a measurement starts over.
+running command is told to stop, and the exit code is 3; the same command continues. Training,
+sampling and needles keep their progress, and benchmarks the tasks that have finished. Other
+measurements start over.
 
 `toy` takes a few steps with the embedded model on a CPU. It shows the procedure and says nothing
 about quality.
@@ -26,8 +27,9 @@ from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
 from research.lab.arguments import count, duration
 from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
+from research.recipe.evaluations import steps
 from research.recipe.report import write_report
-from research.recipe.steps import RECIPES, Settings, steps
+from research.recipe.steps import RECIPES, Settings
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -1,4 +1,4 @@
-"""Commands of a recipe, in order."""
+"""Recipes of real models: their data and their training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ ROOT = Path(__file__).parents[2]
 ORIGINAL = "original"
 _FETCH = (str(ROOT / "scripts" / "fetch_models.py"),)
 _DATA = ("-m", "dms_train.data_prep.prepare")
-_TRAIN = ("-m", "dms_train")
-_VALIDATE = ("-m", "dms_train.cli.validate")
-_EVALUATE = ("-m", "research", "eval")
+TRAIN = ("-m", "dms_train")
+EVALUATE = ("-m", "research", "eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +23,17 @@ class Task:
     Attributes:
         name: Name of the task.
         shots: Examples before each question; None takes the task's own.
+        limit: Most documents of the task, or of each part of a group; None sets no limit.
     """
 
     name: str
     shots: int | None = None
+    limit: int | None = None
 
     @property
-    def label(self) -> str:
-        """Name of its results."""
-        return self.name if self.shots is None else f"{self.name}_{self.shots}"
+    def key(self) -> str:
+        """Name in the results of `dms-eval harness`."""
+        return self.name if self.shots is None else f"{self.name}@{self.shots}"
 
 
 _TASKS = (
@@ -41,8 +42,10 @@ _TASKS = (
     Task(name="arc_challenge", shots=25),
     Task(name="piqa", shots=20),
     Task(name="winogrande", shots=5),
+    Task(name="openbookqa", shots=5),
     Task(name="lambada_openai", shots=0),
     Task(name="lambada_openai", shots=10),
+    Task(name="mmlu", shots=5, limit=20),  # of each of 57 parts
 )
 
 
@@ -86,7 +89,7 @@ RECIPES = {
         experiment="qwen25_coder_0_5b",
         source="qwen25-coder-0.5b-instruct",
         prompts=10_000,
-        tasks=(*_TASKS, Task(name="gsm8k", shots=5)),
+        tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
         contexts=(1024, 2048, 4096, 8192),
     ),
     "toy": Recipe(
@@ -162,33 +165,12 @@ class Settings:
         return self.root / "train"
 
 
-def steps(settings: Settings) -> list[Step]:
-    """Return all steps; each follows those that it needs."""
+def training_steps(settings: Settings) -> list[Step]:
+    """Return the steps up to the exports; each follows those that it needs."""
     data = [*_fetched(settings), *_data(settings)]
-    words = [*_TRAIN, *overrides(settings)]
+    words = [*TRAIN, *overrides(settings)]
     train = Step(name="train", words=lambda: words, needs=tuple(step.name for step in data))
-    models = {ORIGINAL: settings.original} | exports(settings)
-    return [
-        *data,
-        train,
-        *(_validation(settings, name) for name in exports(settings)),
-        *_benchmarks(settings),
-        *(
-            _evaluation(settings, task, name, model)
-            for task in settings.recipe.tasks
-            for name, model in models.items()
-        ),
-        *(
-            _perplexity(settings, name, model)
-            for name, model in models.items()
-            if settings.held_out
-        ),
-        *(
-            _needles(settings, context, name, model)
-            for context in needle_contexts(settings)
-            for name, model in models.items()
-        ),
-    ]
+    return [*data, train]
 
 
 def overrides(settings: Settings) -> list[str]:
@@ -265,86 +247,3 @@ def _written_prompts(settings: Settings) -> Step:
     if settings.recipe.source is not None:
         words = ["-m", "research", "recipe-prompts", file, "--count", number]
     return Step(name="prompts", words=lambda: words)
-
-
-def _validation(settings: Settings, name: str) -> Step:
-    """Return the step that compares an export with the original on the model's own text."""
-    config = compose(overrides(settings))
-    words = [
-        *(*_VALIDATE, str(exports(settings)[name]), "--teacher", str(settings.original)),
-        *("--data", str(settings.root / "data" / "sampled"), "--split", config.data.split),
-        *("--seq-length", str(config.data.seq_length), "--samples", str(settings.recipe.samples)),
-        *("--device", settings.device, "--output", str(settings.root / "validation" / name)),
-    ]
-    return Step(name=f"validate_{name}", words=lambda: words, needs=("train",))
-
-
-def _benchmarks(settings: Settings) -> list[Step]:
-    """Return the step that downloads the documents of the tasks, unless they are there."""
-    if settings.benchmarks is not None or not settings.recipe.tasks:
-        return []
-    words = [*_EVALUATE, "data", "--out", str(_documents(settings))]
-    return [Step(name="benchmarks", words=lambda: words)]
-
-
-def _documents(settings: Settings) -> Path:
-    return settings.benchmarks or settings.root / "benchmarks"
-
-
-def results(settings: Settings, task: Task, name: str) -> Path:
-    """Return the folder of a model's results."""
-    return settings.root / "eval" / name / task.label
-
-
-def _evaluation(settings: Settings, task: Task, name: str, model: Path) -> Step:
-    """Return the step that evaluates a model on a task, beside the results of the original."""
-    words = [
-        *(*_EVALUATE, "harness", str(model), "--tasks", task.name),
-        *("--data", str(_documents(settings)), "--limit", str(settings.limit)),
-        *("--device", settings.device, "--max-num-seqs", str(settings.rows)),
-        *("--output", str(results(settings, task, name))),
-        # for the intervals of differences; and an interrupted step starts over
-        *("--log-samples", "--overwrite"),
-    ]
-    if settings.recipe.published is not None:
-        words += ["--published", settings.recipe.published]
-    if task.shots is not None:
-        words += ["--num-fewshot", str(task.shots)]
-    needs = ["train", *(step.name for step in _benchmarks(settings))]
-    if name != ORIGINAL:
-        words += ["--original", str(results(settings, task, ORIGINAL))]
-        needs.append(f"evaluate_{ORIGINAL}_{task.label}")
-    return Step(name=f"evaluate_{name}_{task.label}", words=lambda: words, needs=tuple(needs))
-
-
-def perplexity_file(settings: Settings, name: str) -> Path:
-    """Return the file with the perplexity of a model."""
-    return settings.root / "perplexity" / f"{name}.json"
-
-
-def _perplexity(settings: Settings, name: str, model: Path) -> Step:
-    words = [
-        *(*_EVALUATE, "perplexity", str(model), "--text", str(settings.held_out)),
-        *("--device", settings.device, "--output", str(perplexity_file(settings, name))),
-    ]
-    return Step(name=f"perplexity_{name}", words=lambda: words, needs=("train",))
-
-
-def needle_contexts(settings: Settings) -> tuple[int, ...]:
-    """Return the lengths of prompts with needles; none without a text for them."""
-    return settings.recipe.contexts if settings.haystack else ()
-
-
-def needles_folder(settings: Settings, context: int, name: str) -> Path:
-    """Return the folder with the results of a model on prompts of this length."""
-    return settings.root / "needles" / str(context) / name
-
-
-def _needles(settings: Settings, context: int, name: str, model: Path) -> Step:
-    words = [
-        *(*_EVALUATE, f"model.path={model}", f"model.device={settings.device}"),
-        *("task.name=niah", f"task.haystack={settings.haystack}", "task.count=100"),
-        *(f"task.context_length={context}", f"model.max_num_seqs={min(settings.rows, 32)}"),
-        f"run.dir={needles_folder(settings, context, name)}",
-    ]
-    return Step(name=f"needles_{context}_{name}", words=lambda: words, needs=("train",))

@@ -16,9 +16,10 @@ from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
 from research.lab.run import UNFINISHED
 from research.recipe import run as recipe
+from research.recipe.evaluations import results, steps
 from research.recipe.prompts import prompts
 from research.recipe.report import write_report
-from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, exports, results, steps
+from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, exports
 
 pytestmark = pytest.mark.timeout(1200)
 REAL = ("smollm2_135m", "qwen25_coder_0_5b")
@@ -80,14 +81,15 @@ def test_every_listed_ratio_has_an_export_and_every_model_every_task(
     assert list(exports(chosen)) == ratios
     assert exports(chosen)["cr8"] == chosen.run / "exports" / "final" / "hf"
     made = {step.name: step.words() for step in steps(chosen)}
-    for task in chosen.recipe.tasks:
-        for model in (ORIGINAL, *ratios):
-            given = made[f"evaluate_{model}_{task.label}"]
-            assert ("--original" in given) == (model != ORIGINAL)
-            if task.shots is not None:
-                assert given[given.index("--num-fewshot") + 1] == str(task.shots)
-            if name == "smollm2_135m":
-                assert given[given.index("--published") + 1] in published_scores()
+    tasks = "hellaswag@10,arc_easy@25,arc_challenge@25,piqa@20,winogrande@5,openbookqa@5"
+    tasks += ",lambada_openai@0,lambada_openai@10,mmlu@5:10"  # settings.limit is below 20
+    for model in (ORIGINAL, *ratios):
+        given = made[f"evaluate_{model}"]
+        assert ("--original" in given) == (model != ORIGINAL)
+        further = {"smollm2_135m": "", "qwen25_coder_0_5b": ",gsm8k@5,gsm8k_cot"}[name]
+        assert given[given.index("--tasks") + 1] == tasks + further
+        if name == "smollm2_135m":
+            assert given[given.index("--published") + 1] in published_scores()
     assert made["fetch"][-2:] == [chosen.recipe.source, "--download"]
 
 
@@ -97,10 +99,12 @@ def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None
     for name in (ORIGINAL, "cr2", "cr8"):
         words = made[f"perplexity_{name}"]
         assert words[words.index("--text") + 1] == "wikitext.txt"
-        for context in (1024, 2048, 4096):
-            options = compose_evaluation(made[f"needles_{context}_{name}"][3:])
-            assert options.task.haystack == "essays.txt"
-            assert options.task.context_length == context
+        words = made[f"needles_{name}"]
+        assert words[2:6] == [
+            *("recipe-needles", str(tmp_path / "needles" / name)),
+            *("--contexts", "1024,2048,4096"),
+        ]
+        assert compose_evaluation(words[6:]).task.haystack == "essays.txt"
     plain = [step.name for step in steps(settings(tmp_path))]
     assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
 
@@ -123,7 +127,7 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
     data = compose(made["train"][2:]).data
     assert data.paths == (f"{tmp_path}/data/sampled", f"{tmp_path}/data/text")
     assert data.weights == (0.5, 0.5)
-    evaluated = made[f"evaluate_{ORIGINAL}_hellaswag_10"]
+    evaluated = made[f"evaluate_{ORIGINAL}"]
     assert evaluated[evaluated.index("--data") + 1] == "benchmarks"
 
 
@@ -159,16 +163,13 @@ def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> Non
     tasks = (Task(name="hellaswag", shots=10), Task(name="lambada_openai"))
     chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=tasks))
     scores = {
-        "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.01},
+        "hellaswag@10": {"acc,none": 0.3, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.01},
         "lambada_openai": {"perplexity,none": 20.0, "acc,none": 0.25, "acc_stderr,none": 0.02},
     }
-    for task in tasks:
-        for name in (ORIGINAL, *exports(chosen)):
-            folder = results(chosen, task, name)
-            folder.mkdir(parents=True)
-            (folder / "results.json").write_text(
-                json.dumps({"results": {task.name: scores[task.name]}})
-            )
+    for name in (ORIGINAL, *exports(chosen)):
+        folder = results(chosen, name)
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"results": scores}))
     for name, export in exports(chosen).items():
         folder = tmp_path / "validation" / name
         folder.mkdir(parents=True)
