@@ -9,9 +9,12 @@ from research.lab.steps import Step
 from research.recipe.steps import (
     EVALUATE,
     ORIGINAL,
+    Model,
     Settings,
     Task,
+    documents,
     exports,
+    models,
     overrides,
     training_steps,
 )
@@ -22,43 +25,40 @@ _NEEDLES = ("-m", "research", "recipe-needles")
 
 def steps(settings: Settings) -> list[Step]:
     """Return all steps of a recipe; each follows those that it needs."""
-    models = {ORIGINAL: settings.original} | exports(settings)
+    evaluated = models(settings)
     return [
         *training_steps(settings),
-        *(_validation(settings, name) for name in exports(settings)),
-        *_benchmarks(settings),
-        *(_tasks(settings, name, model) for name, model in models.items() if settings.recipe.tasks),
-        *(
-            _perplexity(settings, name, model)
-            for name, model in models.items()
-            if settings.held_out
-        ),
-        *(_needles(settings, name, model) for name, model in models.items() if settings.haystack),
+        *(_validation(settings, name, export) for name, export in exports(settings).items()),
+        *(_tasks(settings, model) for model in evaluated if settings.recipe.tasks),
+        *(_perplexity(settings, model) for model in evaluated if settings.held_out),
+        *(_needles(settings, model) for model in evaluated if settings.haystack),
     ]
 
 
-def _validation(settings: Settings, name: str) -> Step:
+def _validation(settings: Settings, name: str, export: Path) -> Step:
     """Return the step that compares an export with the original on the model's own text."""
     config = compose(overrides(settings))
     words = [
-        *(*_VALIDATE, str(exports(settings)[name]), "--teacher", str(settings.original)),
+        *(*_VALIDATE, str(export), "--teacher", str(settings.original)),
         *("--data", str(settings.root / "data" / "sampled"), "--split", config.data.split),
         *("--seq-length", str(config.data.seq_length), "--samples", str(settings.recipe.samples)),
         *("--device", settings.device, "--output", str(settings.root / "validation" / name)),
+        *_limited_cache(settings, "--cache-bytes"),
     ]
     return Step(name=f"validate_{name}", words=lambda: words, needs=("train",))
 
 
-def _benchmarks(settings: Settings) -> list[Step]:
-    """Return the step that downloads the documents of the tasks, unless they are there."""
-    if settings.benchmarks is not None or not settings.recipe.tasks:
-        return []
-    words = [*EVALUATE, "data", "--out", str(_documents(settings))]
-    return [Step(name="benchmarks", words=lambda: words)]
+def _limited_cache(settings: Settings, option: str) -> list[str]:
+    """Return the option that lets several evaluations share a GPU."""
+    return [] if settings.cache_bytes is None else [f"{option}={settings.cache_bytes}"]
 
 
-def _documents(settings: Settings) -> Path:
-    return settings.benchmarks or settings.root / "benchmarks"
+def _engine(settings: Settings, model: Model) -> list[str]:
+    """Return the options of the engine."""
+    words = ["--device", settings.device, *_limited_cache(settings, "--cache-bytes")]
+    if model.policy != "auto":
+        words += ["--policy", model.policy]
+    return [*words, *(word for option in model.options for word in ("--policy-option", option))]
 
 
 def results(settings: Settings, name: str) -> Path:
@@ -66,23 +66,23 @@ def results(settings: Settings, name: str) -> Path:
     return settings.root / "eval" / name
 
 
-def _tasks(settings: Settings, name: str, model: Path) -> Step:
+def _tasks(settings: Settings, model: Model) -> Step:
     """Return the step that evaluates a model on all tasks, beside the results of the original."""
     words = [
-        *(*EVALUATE, "harness", str(model)),
+        *(*EVALUATE, "harness", str(model.path)),
         *("--tasks", ",".join(_limited(settings, task) for task in settings.recipe.tasks)),
-        *("--data", str(_documents(settings)), "--limit", str(settings.limit)),
-        *("--device", settings.device, "--max-num-seqs", str(settings.rows)),
-        *("--output", str(results(settings, name))),
+        *("--data", str(documents(settings)), "--limit", str(settings.limit)),
+        *(*_engine(settings, model), "--max-num-seqs", str(settings.rows)),
+        *("--output", str(results(settings, model.name))),
         "--log-samples",  # for the intervals of differences
     ]
     if settings.recipe.published is not None:
         words += ["--published", settings.recipe.published]
-    needs = ["train", *(step.name for step in _benchmarks(settings))]
-    if name != ORIGINAL:
+    needs = ["train"]
+    if model.name != ORIGINAL:
         words += ["--original", str(results(settings, ORIGINAL))]
         needs.append(f"evaluate_{ORIGINAL}")
-    return Step(name=f"evaluate_{name}", words=lambda: words, needs=tuple(needs))
+    return Step(name=f"evaluate_{model.name}", words=lambda: words, needs=tuple(needs))
 
 
 def _limited(settings: Settings, task: Task) -> str:
@@ -94,12 +94,12 @@ def perplexity_file(settings: Settings, name: str) -> Path:
     return settings.root / "perplexity" / f"{name}.json"
 
 
-def _perplexity(settings: Settings, name: str, model: Path) -> Step:
+def _perplexity(settings: Settings, model: Model) -> Step:
     words = [
-        *(*EVALUATE, "perplexity", str(model), "--text", str(settings.held_out)),
-        *("--device", settings.device, "--output", str(perplexity_file(settings, name))),
+        *(*EVALUATE, "perplexity", str(model.path), "--text", str(settings.held_out)),
+        *(*_engine(settings, model), "--output", str(perplexity_file(settings, model.name))),
     ]
-    return Step(name=f"perplexity_{name}", words=lambda: words, needs=("train",))
+    return Step(name=f"perplexity_{model.name}", words=lambda: words, needs=("train",))
 
 
 def needle_contexts(settings: Settings) -> tuple[int, ...]:
@@ -112,13 +112,15 @@ def needles_folder(settings: Settings, name: str, context: int) -> Path:
     return settings.root / "needles" / name / str(context)
 
 
-def _needles(settings: Settings, name: str, model: Path) -> Step:
+def _needles(settings: Settings, model: Model) -> Step:
     """Return the step that looks for needles in prompts of each length."""
     words = [
-        *(*_NEEDLES, str(settings.root / "needles" / name)),
+        *(*_NEEDLES, str(settings.root / "needles" / model.name)),
         *("--contexts", ",".join(map(str, needle_contexts(settings)))),
-        *(f"model.path={model}", f"model.device={settings.device}"),
+        *(f"model.path={model.path}", f"model.device={settings.device}", f"policy={model.policy}"),
+        *(f"policy.{option}" for option in model.options),
+        *_limited_cache(settings, "model.cache_bytes"),
         *(f"task.haystack={settings.haystack}", "task.count=100"),
         f"model.max_num_seqs={min(settings.rows, 32)}",
     ]
-    return Step(name=f"needles_{name}", words=lambda: words, needs=("train",))
+    return Step(name=f"needles_{model.name}", words=lambda: words, needs=("train",))

@@ -15,7 +15,7 @@ from research.recipe.evaluations import (
     perplexity_file,
     results,
 )
-from research.recipe.steps import ORIGINAL, Settings, Task, exports
+from research.recipe.steps import Settings, Task, exports, models
 
 _METRICS = ("acc_norm", "acc", "exact_match", "pass@1")  # the first one that a task has
 _VALIDATED = ("cr_factor", "kl_nats_per_token", "top1_agreement")
@@ -25,9 +25,9 @@ _Z = 1.96  # of a 95% interval
 
 def write_report(settings: Settings) -> Path:
     """Write `report.md`, and the results of each export to its model card; return the report."""
-    names = [ORIGINAL, *exports(settings)]
+    names = [model.name for model in models(settings)]
     tasks = settings.recipe.tasks
-    validated = {name: _validated(settings, name) for name in names[1:]}
+    validated = {name: _validated(settings, name) for name in exports(settings)}
     contexts = needle_contexts(settings)
     header = [
         *("model", *_VALIDATED, *(_PERPLEXITY if settings.held_out else ())),

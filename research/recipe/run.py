@@ -22,14 +22,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from research.lab.arguments import count, duration
+from research.lab.arguments import count, duration, list_of
 from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
 from research.recipe.evaluations import steps
 from research.recipe.report import write_report
-from research.recipe.steps import RECIPES, Settings
+from research.recipe.steps import RECIPES, Settings, check_policies
+
+_CACHES = 0.6  # share of a GPU's memory that the caches of concurrent evaluations take
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -37,7 +41,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     for path in (*args.text, *filter(None, single)):
         if not path.exists():
             raise EvaluationError(f"{path}: no such file or folder; correct the path")
-    return Settings(
+    settings = Settings(
         recipe=RECIPES[args.name],
         root=args.folder or Path("outputs") / args.name,
         model=args.model,
@@ -50,14 +54,26 @@ def _settings(args: argparse.Namespace) -> Settings:
         benchmarks=args.benchmarks,
         held_out=args.held_out,
         haystack=args.haystack,
+        cache_bytes=_cache_bytes(args.jobs, resolve_device(args.device)),
+        policies=args.policies,
+        ratios=args.policy_ratios,
     )
+    check_policies(settings)
+    return settings
+
+
+def _cache_bytes(jobs: int, device: str) -> int | None:
+    """Return the size of the cache of each of several evaluations on one GPU."""
+    if device == "cpu" or jobs == 1:
+        return None
+    return int(_CACHES * torch.cuda.get_device_properties(device).total_memory / jobs)
 
 
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     gpus = visible_gpus()[:1] if settings.device != "cpu" else ()
     seconds = None if args.minutes is None else 60 * args.minutes
-    lab = Lab(settings.root, jobs=1, gpus=gpus, seconds=seconds)
+    lab = Lab(settings.root, jobs=args.jobs, gpus=gpus, seconds=seconds)
     with sigterm_ends(lab):
         finished = lab.run(steps(settings))
     if not finished:
@@ -87,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=count, default=1000, help="documents of each task (%(default)s)")
     kinds = ("auto", "cpu", "cuda")
     add("--device", choices=kinds, default="auto", help="auto takes a GPU if there is one")
+    add("--jobs", type=count, default=1, help="evaluations at the same time (%(default)s)")
+    policies = "cache policies for the original, such as h2o,tova:prefill=dense"
+    add("--policies", type=list_of(str), default=(), metavar="A,B", help=policies)
+    ratios = "their compression ratios (4,8)"
+    add("--policy-ratios", type=list_of(count), default=(4, 8), metavar="N,M", help=ratios)
     add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
     return parser
 

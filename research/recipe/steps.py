@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dms_train.cli.config_source import ASSETS_DIR, compose
+from dms_train.inference.policies.registry import check_policy, parse_options
 from research.lab.steps import Step
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +138,9 @@ class Settings:
         benchmarks: Folder of `dms-eval data`; None writes it.
         held_out: Text for the perplexity; None leaves it out.
         haystack: Text that hides the needles; None leaves them out.
+        cache_bytes: Most bytes of the cache of each evaluation; None takes what the GPU has.
+        policies: Cache policies for the original, as `NAME` or `NAME:OPTION=VALUE`.
+        ratios: Compression ratios of these policies.
     """
 
     recipe: Recipe
@@ -149,6 +155,9 @@ class Settings:
     benchmarks: Path | None
     held_out: Path | None
     haystack: Path | None
+    cache_bytes: int | None
+    policies: tuple[str, ...]
+    ratios: tuple[int, ...]
 
     @property
     def original(self) -> Path:
@@ -165,9 +174,25 @@ class Settings:
         return self.root / "train"
 
 
+class Model(NamedTuple):
+    """Model with a cache policy; a row of the report.
+
+    Attributes:
+        name: Name of its folders and steps.
+        path: Directory.
+        policy: Name of the policy; `auto` is what the model was trained for.
+        options: Options of the policy, `KEY=VALUE`.
+    """
+
+    name: str
+    path: Path
+    policy: str = "auto"
+    options: tuple[str, ...] = ()
+
+
 def training_steps(settings: Settings) -> list[Step]:
-    """Return the steps up to the exports; each follows those that it needs."""
-    data = [*_fetched(settings), *_data(settings)]
+    """Return the steps up to the exports; the training follows all others and has the GPU alone."""
+    data = [*_fetched(settings), *_data(settings), *_benchmarks(settings)]
     words = [*TRAIN, *overrides(settings)]
     train = Step(name="train", words=lambda: words, needs=tuple(step.name for step in data))
     return [*data, train]
@@ -193,6 +218,34 @@ def exports(settings: Settings) -> dict[str, Path]:
     on_the_way = [ratio for ratio in stage.hold.branch_ratios or () if ratio < target]
     names = {f"cr{ratio}": f"cr{ratio}" for ratio in on_the_way} | {f"cr{target:g}": "final"}
     return {name: settings.run / "exports" / folder / "hf" for name, folder in names.items()}
+
+
+def models(settings: Settings) -> list[Model]:
+    """Return the original, the exports, and the original with each policy at each ratio."""
+    trained = [Model(ORIGINAL, settings.original)]
+    trained += [Model(name, path) for name, path in exports(settings).items()]
+    return [*trained, *_with_policies(settings)]
+
+
+def _with_policies(settings: Settings) -> list[Model]:
+    rows = []
+    for given in settings.policies:
+        policy, *options = given.split(":")
+        name = re.sub(r"\W+", "_", given)
+        for ratio in settings.ratios:
+            words = (f"cr={ratio}", *options)
+            rows.append(Model(f"{name}_cr{ratio}", settings.original, policy, words))
+    return rows
+
+
+def check_policies(settings: Settings) -> None:
+    """Refuse policies that do not exist, or take no compression ratio.
+
+    Raises:
+        InferenceError: The line names the policy and its options.
+    """
+    for model in _with_policies(settings):
+        check_policy(model.policy, parse_options(model.options))
 
 
 def _fetched(settings: Settings) -> list[Step]:
@@ -247,3 +300,16 @@ def _written_prompts(settings: Settings) -> Step:
     if settings.recipe.source is not None:
         words = ["-m", "research", "recipe-prompts", file, "--count", number]
     return Step(name="prompts", words=lambda: words)
+
+
+def _benchmarks(settings: Settings) -> list[Step]:
+    """Return the step that downloads the documents of the tasks, unless they are there."""
+    if settings.benchmarks is not None or not settings.recipe.tasks:
+        return []
+    words = [*EVALUATE, "data", "--out", str(documents(settings))]
+    return [Step(name="benchmarks", words=lambda: words)]
+
+
+def documents(settings: Settings) -> Path:
+    """Return the folder with the documents of the tasks."""
+    return settings.benchmarks or settings.root / "benchmarks"

@@ -15,6 +15,7 @@ from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
 from research.lab.run import UNFINISHED
+from research.lab.steps import as_text
 from research.recipe import run as recipe
 from research.recipe.evaluations import results, steps
 from research.recipe.prompts import prompts
@@ -39,6 +40,9 @@ def settings(root: Path, name: str = "smollm2_135m", **changes: object) -> Setti
         benchmarks=None,
         held_out=None,
         haystack=None,
+        cache_bytes=None,
+        policies=(),
+        ratios=(4, 8),
     )
     return replace(given, **changes)
 
@@ -107,6 +111,47 @@ def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None
         assert compose_evaluation(words[6:]).task.haystack == "essays.txt"
     plain = [step.name for step in steps(settings(tmp_path))]
     assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
+
+
+def test_policies_run_on_the_original_at_every_ratio(tmp_path: Path, capsys) -> None:
+    files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
+    chosen = settings(tmp_path, policies=("h2o", "tova:prefill=dense"), **files)
+    made = {step.name: step.words() for step in steps(chosen)}
+    names = ["h2o_cr4", "h2o_cr8", "tova_prefill_dense_cr4", "tova_prefill_dense_cr8"]
+    for kind in ("evaluate", "perplexity", "needles"):
+        assert [name for name in made if name.startswith(kind)][-4:] == [
+            f"{kind}_{name}" for name in names
+        ]
+    given = made["evaluate_tova_prefill_dense_cr4"]
+    assert str(chosen.original) in given
+    start = given.index("--policy")
+    assert given[start : start + 6] == [
+        *("--policy", "tova", "--policy-option", "cr=4", "--policy-option", "prefill=dense")
+    ]
+    options = compose_evaluation(made["needles_h2o_cr8"][6:])
+    assert (options.policy.name, options.policy.cr) == ("h2o", 8)
+    for policy, fact in (("window", "cr"), ("h2o:sinks=2", "sinks"), ("quset", "quset")):
+        assert recipe.main(words(tmp_path / "out", "--policies", policy)) == 2
+        assert fact in capsys.readouterr().err
+
+
+def test_training_runs_alone_and_evaluations_share_the_gpu(tmp_path: Path) -> None:
+    files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
+    alone, shared = (steps(settings(tmp_path, cache_bytes=b, **files)) for b in (None, 10**9))
+    order = [step.name for step in shared]
+    before = {"fetch", "prompts", "sampled", "benchmarks", "train"}
+    for one, other in zip(alone, shared, strict=True):
+        if one.name in before:
+            assert one.words() == other.words()
+            continue
+        assert "train" in other.needs
+        assert [word for word in other.words() if word.endswith("cache-bytes=1000000000")] or (
+            "model.cache_bytes=1000000000" in other.words()
+        )
+        assert as_text(one.words()) == as_text(other.words()), "the marks stay valid"
+    train = next(step for step in shared if step.name == "train")
+    assert set(train.needs) == before - {"train"}
+    assert before <= set(order)
 
 
 def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
