@@ -15,8 +15,8 @@ from research.recipe.steps import (
     documents,
     exports,
     models,
-    overrides,
     training_steps,
+    trainings,
 )
 
 _VALIDATE = ("-m", "dms_train.cli.validate")
@@ -37,7 +37,7 @@ def steps(settings: Settings) -> list[Step]:
 
 def _validation(settings: Settings, name: str, export: Path) -> Step:
     """Return the step that compares an export with the original on the model's own text."""
-    config = compose(overrides(settings))
+    config = compose(trainings(settings)["train"])
     words = [
         *(*_VALIDATE, str(export), "--teacher", str(settings.original)),
         *("--data", str(settings.root / "data" / "sampled"), "--split", config.data.split),
@@ -45,7 +45,12 @@ def _validation(settings: Settings, name: str, export: Path) -> Step:
         *("--device", settings.device, "--output", str(settings.root / "validation" / name)),
         *_limited_cache(settings, "--cache-bytes"),
     ]
-    return Step(name=f"validate_{name}", words=lambda: words, needs=("train",))
+    return Step(name=f"validate_{name}", words=lambda: words, needs=_trained(settings))
+
+
+def _trained(settings: Settings) -> tuple[str, ...]:
+    """Return the names of the trainings, which share the GPU with no evaluation."""
+    return tuple(trainings(settings))
 
 
 def _limited_cache(settings: Settings, option: str) -> list[str]:
@@ -78,11 +83,11 @@ def _tasks(settings: Settings, model: Model) -> Step:
     ]
     if settings.recipe.published is not None:
         words += ["--published", settings.recipe.published]
-    needs = ["train"]
+    needs = _trained(settings)
     if model.name != ORIGINAL:
         words += ["--original", str(results(settings, ORIGINAL))]
-        needs.append(f"evaluate_{ORIGINAL}")
-    return Step(name=f"evaluate_{model.name}", words=lambda: words, needs=tuple(needs))
+        needs = (*needs, f"evaluate_{ORIGINAL}")
+    return Step(name=f"evaluate_{model.name}", words=lambda: words, needs=needs)
 
 
 def _limited(settings: Settings, task: Task) -> str:
@@ -99,7 +104,7 @@ def _perplexity(settings: Settings, model: Model) -> Step:
         *(*EVALUATE, "perplexity", str(model.path), "--text", str(settings.held_out)),
         *(*_engine(settings, model), "--output", str(perplexity_file(settings, model.name))),
     ]
-    return Step(name=f"perplexity_{model.name}", words=lambda: words, needs=("train",))
+    return Step(name=f"perplexity_{model.name}", words=lambda: words, needs=_trained(settings))
 
 
 def needle_contexts(settings: Settings) -> tuple[int, ...]:
@@ -123,4 +128,4 @@ def _needles(settings: Settings, model: Model) -> Step:
         *(f"task.haystack={settings.haystack}", "task.count=100"),
         f"model.max_num_seqs={min(settings.rows, 32)}",
     ]
-    return Step(name=f"needles_{model.name}", words=lambda: words, needs=("train",))
+    return Step(name=f"needles_{model.name}", words=lambda: words, needs=_trained(settings))

@@ -57,6 +57,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         cache_bytes=_cache_bytes(args.jobs, resolve_device(args.device)),
         policies=args.policies,
         ratios=args.policy_ratios,
+        dmc=args.dmc,
     )
     check_policies(settings)
     return settings
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--policies", type=list_of(str), default=(), metavar="A,B", help=policies)
     ratios = "their compression ratios (4,8)"
     add("--policy-ratios", type=list_of(count), default=(4, 8), metavar="N,M", help=ratios)
+    add("--dmc", action="store_true", help="also train with Dynamic Memory Compression")
     add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
     return parser
 

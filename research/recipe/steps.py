@@ -17,6 +17,10 @@ _FETCH = (str(ROOT / "scripts" / "fetch_models.py"),)
 _DATA = ("-m", "dms_train.data_prep.prepare")
 TRAIN = ("-m", "dms_train")
 EVALUATE = ("-m", "research", "eval")
+_DMC = (  # the defaults of the method in place of the experiment's, and fewer exports
+    *("method=dmc", "method.window=0", "stage.export.format=dmc"),
+    "stage.hold.branch_ratios=[4]",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,7 @@ class Settings:
         cache_bytes: Most bytes of the cache of each evaluation; None takes what the GPU has.
         policies: Cache policies for the original, as `NAME` or `NAME:OPTION=VALUE`.
         ratios: Compression ratios of these policies.
+        dmc: Also train with Dynamic Memory Compression, on the same data.
     """
 
     recipe: Recipe
@@ -158,6 +163,7 @@ class Settings:
     cache_bytes: int | None
     policies: tuple[str, ...]
     ratios: tuple[int, ...]
+    dmc: bool
 
     @property
     def original(self) -> Path:
@@ -167,11 +173,6 @@ class Settings:
         if self.recipe.source is None:
             return ASSETS_DIR / "exam_teacher"
         return Path("models") / self.recipe.source
-
-    @property
-    def run(self) -> Path:
-        """Run folder of the training."""
-        return self.root / "train"
 
 
 class Model(NamedTuple):
@@ -193,31 +194,54 @@ class Model(NamedTuple):
 def training_steps(settings: Settings) -> list[Step]:
     """Return the steps up to the exports; the training follows all others and has the GPU alone."""
     data = [*_fetched(settings), *_data(settings), *_benchmarks(settings)]
-    words = [*TRAIN, *overrides(settings)]
-    train = Step(name="train", words=lambda: words, needs=tuple(step.name for step in data))
-    return [*data, train]
+    needs = tuple(step.name for step in data)
+    trained = []
+    for name, given in trainings(settings).items():
+        trained.append(_training(name, given, needs))
+        needs = (name,)  # one training at a time
+    return [*data, *trained]
 
 
-def overrides(settings: Settings) -> list[str]:
-    """Return the overrides of `dms-train`."""
+def _training(name: str, given: list[str], needs: tuple[str, ...]) -> Step:
+    return Step(name=name, words=lambda: [*TRAIN, *given], needs=needs)
+
+
+def trainings(settings: Settings) -> dict[str, list[str]]:
+    """Return the overrides of `dms-train` by the name of the step: DMS, and DMC if asked for."""
+    own = {"train": _overrides(settings, "train")}
+    return own | (
+        {"train_dmc": [*_overrides(settings, "train_dmc"), *_DMC]} if settings.dmc else {}
+    )
+
+
+def _overrides(settings: Settings, folder: str) -> list[str]:
     shards = _shards(settings)
     return [
         f"experiment={settings.recipe.experiment}",
         f"model.path={settings.original}",
         f"data.paths=[{','.join(str(settings.root / 'data' / name) for name in shards)}]",
         f"data.weights=[{','.join(str(weight) for weight in shards.values())}]",
-        f"run.dir={settings.run}",
+        f"run.dir={settings.root / folder}",
         *settings.recipe.train,
     ]
 
 
 def exports(settings: Settings) -> dict[str, Path]:
-    """Return the directory of each export by its name, such as `cr2`."""
-    stage = compose(overrides(settings)).stage
-    target = stage.retrofit.target_cr
-    on_the_way = [ratio for ratio in stage.hold.branch_ratios or () if ratio < target]
-    names = {f"cr{ratio}": f"cr{ratio}" for ratio in on_the_way} | {f"cr{target:g}": "final"}
-    return {name: settings.run / "exports" / folder / "hf" for name, folder in names.items()}
+    """Return the directory of each export by its name, such as `cr2` or `dmc_cr4`."""
+    found = {}
+    for training, given in trainings(settings).items():
+        config = compose(given)
+        target = config.stage.retrofit.target_cr
+        prefix = training.removeprefix("train").removeprefix("_")
+        folders = {
+            f"cr{ratio}": f"cr{ratio}"
+            for ratio in config.stage.hold.branch_ratios or ()
+            if ratio < target
+        }
+        for name, folder in (folders | {f"cr{target:g}": "final"}).items():
+            export = Path(config.run.dir) / "exports" / folder / "hf"
+            found["_".join(filter(None, (prefix, name)))] = export
+    return found
 
 
 def models(settings: Settings) -> list[Model]:

@@ -43,6 +43,7 @@ def settings(root: Path, name: str = "smollm2_135m", **changes: object) -> Setti
         cache_bytes=None,
         policies=(),
         ratios=(4, 8),
+        dmc=False,
     )
     return replace(given, **changes)
 
@@ -83,7 +84,7 @@ def test_every_listed_ratio_has_an_export_and_every_model_every_task(
     chosen = settings(tmp_path, name)
     ratios = ["cr2", "cr3", "cr4", "cr6", "cr8"]
     assert list(exports(chosen)) == ratios
-    assert exports(chosen)["cr8"] == chosen.run / "exports" / "final" / "hf"
+    assert exports(chosen)["cr8"] == tmp_path / "train" / "exports" / "final" / "hf"
     made = {step.name: step.words() for step in steps(chosen)}
     tasks = "hellaswag@10,arc_easy@25,arc_challenge@25,piqa@20,winogrande@5,openbookqa@5"
     tasks += ",lambada_openai@0,lambada_openai@10,mmlu@5:10"  # settings.limit is below 20
@@ -133,6 +134,24 @@ def test_policies_run_on_the_original_at_every_ratio(tmp_path: Path, capsys) -> 
     for policy, fact in (("window", "cr"), ("h2o:sinks=2", "sinks"), ("quset", "quset")):
         assert recipe.main(words(tmp_path / "out", "--policies", policy)) == 2
         assert fact in capsys.readouterr().err
+
+
+def test_dmc_trains_after_dms_on_the_same_data_with_the_same_steps(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, dmc=True)
+    made = {step.name: step for step in steps(chosen)}
+    dms, dmc = (compose(made[name].words()[2:]) for name in ("train", "train_dmc"))
+    assert made["train_dmc"].needs == ("train",)
+    assert set(made["evaluate_original"].needs) == {"train", "train_dmc"}
+    assert (dms.method.kind, dmc.method.kind) == ("dms", "dmc")
+    assert dmc.method.window == 0
+    assert dmc.data == dms.data
+    assert dmc.stage.zero_neuron == dms.stage.zero_neuron
+    assert dmc.stage.retrofit == dms.stage.retrofit
+    assert dmc.run.dir == str(tmp_path / "train_dmc")
+    assert list(exports(chosen))[-2:] == ["dmc_cr4", "dmc_cr8"]
+    assert exports(chosen)["dmc_cr4"] == tmp_path / "train_dmc" / "exports" / "cr4" / "hf"
+    assert exports(chosen)["dmc_cr8"] == tmp_path / "train_dmc" / "exports" / "final" / "hf"
+    assert {"validate_dmc_cr4", "evaluate_dmc_cr8"} <= made.keys()
 
 
 def test_training_runs_alone_and_evaluations_share_the_gpu(tmp_path: Path) -> None:
