@@ -39,6 +39,7 @@ COMMANDS = {
     "recipe": Command("research.recipe.run", "retrofit a real model, from download to report"),
     "recipe-needles": Command("research.recipe.needles", "hide needles in prompts of each length"),
     "recipe-prompts": Command("research.recipe.prompts", "write instructions for a model"),
+    "recipe-sweep": Command("research.recipe.sweep", "compare settings of a retrofit"),
     "retention": Command("research.retention.run", "show which tokens each KV head keeps"),
     "policies": Command("research.policies.run", "compare all cache policies at equal ratios"),
     "ablations": Command("research.ablations", "evaluate the ablation experiments"),

@@ -8,6 +8,7 @@ from dms_train.cli.config_source import compose
 from research.lab.steps import Step
 from research.recipe.steps import (
     EVALUATE,
+    NEEDLES,
     ORIGINAL,
     Model,
     Settings,
@@ -20,7 +21,6 @@ from research.recipe.steps import (
 )
 
 _VALIDATE = ("-m", "dms_train.cli.validate")
-_NEEDLES = ("-m", "research", "recipe-needles")
 
 
 def steps(settings: Settings) -> list[Step]:
@@ -120,7 +120,7 @@ def needles_folder(settings: Settings, name: str, context: int) -> Path:
 def _needles(settings: Settings, model: Model) -> Step:
     """Return the step that looks for needles in prompts of each length."""
     words = [
-        *(*_NEEDLES, str(settings.root / "needles" / model.name)),
+        *(*NEEDLES, str(settings.root / "needles" / model.name)),
         *("--contexts", ",".join(map(str, needle_contexts(settings)))),
         *(f"model.path={model.path}", f"model.device={settings.device}", f"policy={model.policy}"),
         *(f"policy.{option}" for option in model.options),

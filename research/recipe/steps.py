@@ -17,6 +17,7 @@ _FETCH = (str(ROOT / "scripts" / "fetch_models.py"),)
 _DATA = ("-m", "dms_train.data_prep.prepare")
 TRAIN = ("-m", "dms_train")
 EVALUATE = ("-m", "research", "eval")
+NEEDLES = ("-m", "research", "recipe-needles")
 _DMC = (  # the defaults of the method in place of the experiment's, and fewer exports
     *("method=dmc", "method.window=0", "stage.export.format=dmc"),
     "stage.hold.branch_ratios=[4]",
