@@ -16,7 +16,7 @@ from torch import Tensor
 
 _CHANNELS_PER_WARP = 512
 _SMALLEST_TILE = 1024  # elements; narrow norms, such as those of heads, take several tokens
-_PROGRAMS_PER_PROCESSOR = 8  # of the backward pass: each keeps its share of the weight's gradient
+_WARPS_PER_PROCESSOR = 24  # of the backward pass, whose programs stay until the end
 _PROGRAMS_WITHOUT_GPU = 2
 
 
@@ -86,11 +86,11 @@ def _tile(width: int) -> dict[str, int]:
     }
 
 
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, warps: int) -> int:
     if device.type != "cuda":
         return _PROGRAMS_WITHOUT_GPU
     properties = torch.cuda.get_device_properties(device)
-    return _PROGRAMS_PER_PROCESSOR * properties.multi_processor_count
+    return _WARPS_PER_PROCESSOR // warps * properties.multi_processor_count
 
 
 class _AddNorm(torch.autograd.Function):
@@ -118,12 +118,13 @@ class _AddNorm(torch.autograd.Function):
         x, weight, factor = ctx.saved_tensors
         if d_out is None:
             return d_total, d_total if ctx.adds else None, None, None
-        d_x, programs = torch.empty_like(x), _programs(x.device)
+        tile = _tile(len(weight))
+        d_x, programs = torch.empty_like(x), _programs(x.device, tile["num_warps"])
         d_weight = factor.new_empty(programs, len(weight))
         rms_norm_backward[(programs,)](
             x, d_out.contiguous(), None if d_total is None else d_total.contiguous(), weight,
             factor, d_x, d_weight, len(factor), len(weight), ADD=d_total is not None,
-            **_tile(len(weight)),
+            **tile,
         )  # fmt: skip
         return d_x, d_x if ctx.adds else None, d_weight.sum(0).to(weight.dtype), None
 
