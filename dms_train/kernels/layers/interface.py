@@ -46,7 +46,7 @@ class LayerKernels(Protocol):
         ...
 
     def add_norm(
-        self, residual: Tensor, update: Tensor, weight: Tensor, epsilon: float
+        self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """Add an update to the residual stream and normalise the sum.
 
@@ -54,7 +54,7 @@ class LayerKernels(Protocol):
 
         Args:
             residual: [..., c].
-            update: [..., c], of the same dtype.
+            update: [..., c], of the same dtype; None adds nothing.
             weight: [c], of the norm.
             epsilon: Added to the mean of the squares.
 

@@ -135,7 +135,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_norm(
-    residual: Tensor, update: Tensor, weight: Tensor, epsilon: float
+    residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """Add and normalise in one kernel; see `LayerKernels.add_norm`."""
     return _AddNorm.apply(residual, update, weight, epsilon)
