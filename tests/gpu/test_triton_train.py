@@ -64,6 +64,17 @@ def test_programs_that_walk_over_a_group_in_sections(d, packed) -> None:
     assert max(distances(found, exact(inputs, d_out, shape))) < ERRORS[shape.dtype]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_tiles_of_64_keys(packed) -> None:
+    documents = (500, 0, 700, 33) if packed else ()
+    shape = Shape(1 if packed else 2, 1233, 9, 3, 64, 100, torch.bfloat16, documents)
+    plan = plan_tiles(shape.dtype, 64, torch.device("cuda"))
+    inputs, d_out = leaves(shape, "cuda")
+    with forced(plan._replace(forward=plan.forward._replace(block_n=64))):
+        found = outcome(dms_attention, inputs, d_out, shape, shape.cu_seqlens("cuda"))
+    assert max(distances(found, exact(inputs, d_out, shape))) < ERRORS[shape.dtype]
+
+
 @pytest.mark.parametrize("d", [64, 123, 192])
 def test_the_output_has_the_order_of_the_queries(d) -> None:
     shape = Shape(3, 700, 9, 3, d, 100, torch.bfloat16)
