@@ -244,6 +244,15 @@ class InferenceEngine:
             else:
                 self._cache_manager.assign(sequence)
 
+    @launches
+    def capture(self) -> None:
+        """Capture the decode steps of all batch sizes as CUDA graphs, where a GPU runs them.
+
+        Otherwise each is captured when a batch of its size first needs it, which takes about a
+        second and longer if kernels must be compiled.
+        """
+        self._runner.capture()
+
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work."""
         return bool(self._launched or self._advanced) or self._scheduler.has_work

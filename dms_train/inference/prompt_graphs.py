@@ -202,9 +202,13 @@ def _split(numbers: list[int], most: int) -> Iterator[list[int]]:
 
 
 def chunk_sizes(chunk: int) -> list[int]:
-    """Return the padded sizes of chunks, ascending: 16, 24, 32, 48, 64, ... and `chunk`."""
+    """Return the padded sizes of chunks, ascending: 16, 32, 64, 128, 192, 256, ... and `chunk`.
+
+    Short chunks have few sizes, so that those of a step share graphs. Reading the weights takes
+    most of their time, so that padding costs little.
+    """
     sizes, size = [], _SMALLEST
     while size < chunk:
-        sizes += [size, size * 3 // 2]
+        sizes += [size] if size < _SHORT else [size, size * 3 // 2]
         size *= 2
     return [*(size for size in sizes if size < chunk), chunk]

@@ -166,6 +166,11 @@ class ModelRunner:
             decode_steps=1 if self._graphs is None else options.decode_steps,
         )
 
+    def capture(self) -> None:
+        """Capture all decode steps now, if the cache's steps can be captured."""
+        if self._graphs is not None:
+            self._graphs.capture()
+
     @torch.no_grad()
     def step(
         self, batch: list[tuple[Sequence, int]], *, hidden_states: bool = False

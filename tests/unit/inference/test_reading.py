@@ -7,7 +7,7 @@ import torch
 
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.options import EngineOptions
+from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import random_ids, small_spec
 
@@ -77,13 +77,35 @@ def test_texts_wait_for_memory(folder):
 
 
 @needs_kernels
-def test_the_peak_bytes_of_a_text_are_its_pages(folder):
+@pytest.mark.parametrize("generates", [False, True], ids=["read", "one token"])
+def test_the_peak_bytes_of_a_prompt_are_its_pages(folder, generates):
     """Without eviction a text of 50 tokens fills 13 pages of 4 slots in every KV list."""
-    directory = folder("llama", None)
-    engine = reader(directory, 2, **CACHES["kernels"])
-    engine.hidden_states([random_ids(50)])
+    engine = reader(folder("llama", None), 2, **CACHES["kernels"])
+    if generates:
+        engine.add_request(random_ids(50), SamplingParams(max_tokens=1), final_only=True)
+        while engine.has_unfinished_requests():
+            engine.step()
+    else:
+        engine.hidden_states([random_ids(50)])
     a, cache = engine.architecture, engine._runner.cache
     pages = a.num_layers * a.num_query_groups * 13
     numbers = 2 * 4 * a.kv_channels * 4  # keys and values of a page, in float32
     assert engine.kv.peak_allocated_bytes == pages * (numbers + 8) + cache.table_bytes
     assert engine.kv.allocated_bytes == cache.table_bytes
+
+
+@needs_kernels
+def test_decode_steps_are_captured_when_they_are_needed(folder):
+    """Reading needs none; two sequences of ten tokens take a burst and single steps."""
+    engine = reader(folder("llama", None), 3, decode_steps=4, **CACHES["kernels"])
+    captured = engine._runner._graphs._graphs
+    engine.hidden_states([random_ids(9)])
+    assert not captured
+    for seed in range(2):
+        params = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
+        engine.add_request(random_ids(9, seed=seed), params, final_only=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert {(kind.size, kind.limited) for kind in captured} == {(2, False)}
+    engine.capture()
+    assert len(captured) == 3 * 2 * 2  # sizes 1, 2 and 4; one step or four; with limits or without
