@@ -125,7 +125,7 @@ def _needles(settings: Settings, model: Model) -> Step:
         *(f"model.path={model.path}", f"model.device={settings.device}", f"policy={model.policy}"),
         *(f"policy.{option}" for option in model.options),
         *_limited_cache(settings, "model.cache_bytes"),
-        *(f"task.haystack={settings.haystack}", "task.count=100"),
+        *(f"task.haystack={settings.haystack}", f"task.count={settings.recipe.needles}"),
         f"model.max_num_seqs={min(settings.rows, 32)}",
     ]
     return Step(name=f"needles_{model.name}", words=lambda: words, needs=_trained(settings))

@@ -13,6 +13,8 @@ running command is told to stop, and the exit code is 3; the same command contin
 sampling and needles keep their progress, and benchmarks the tasks that have finished. Other
 measurements start over.
 
+`--policies` evaluates the original with other cache policies too, and `--dmc` trains with DMC too.
+
 `toy` takes a few steps with the embedded model on a CPU. It shows the procedure and says nothing
 about quality.
 """

@@ -70,6 +70,7 @@ class Recipe:
         tasks: Tasks of the evaluation.
         published: Name of the model's published scores; None without.
         contexts: Lengths of prompts with needles, in tokens.
+        needles: Number of prompts of each length.
         train: Overrides of the experiment.
         samples: Validation sequences of each export.
     """
@@ -82,6 +83,7 @@ class Recipe:
     tasks: tuple[Task, ...] = _TASKS
     published: str | None = None
     contexts: tuple[int, ...] = (1024, 2048, 4096)
+    needles: int = 100
     train: tuple[str, ...] = ()
     samples: int = 64
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from research.recipe.evaluations import results, steps
 from research.recipe.prompts import prompts
 from research.recipe.report import write_report
 from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, exports
+from tests.support import hub_model
 
 pytestmark = pytest.mark.timeout(1200)
 REAL = ("smollm2_135m", "qwen25_coder_0_5b")
@@ -223,6 +225,81 @@ def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path, capsys) 
     assert not (tmp_path / "out").exists()
 
 
+def own_model(folder: Path) -> list[str]:
+    """Write a small model that can read any text, prompts, questions and a haystack for it."""
+    hub_model.write_model(folder / "hub")
+    config = json.loads((folder / "hub" / "config.json").read_text())
+    (folder / "hub" / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 2048})
+    )
+    texts = hub_model.texts(300, 5)
+    prompts = [json.dumps({"prompt": text[:60]}) for text in texts[:12]]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    (folder / "essays.txt").write_text("\n".join(texts))
+    questions = folder / "benchmarks" / "allenai" / "ai2_arc" / "ARC-Easy"
+    questions.mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        lines = [json.dumps(question(number, text)) for number, text in enumerate(texts[:6])]
+        (questions / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    given = [("model", "hub"), ("prompts", "prompts.jsonl"), ("haystack", "essays.txt")]
+    given.append(("benchmarks", "benchmarks"))
+    return [word for name, file in given for word in (f"--{name}", str(folder / file))]
+
+
+def question(number: int, text: str) -> dict[str, object]:
+    choices = {"text": ["river", "stone", "bird", "old"], "label": list("ABCD")}
+    key = "ABCD"[number % 4]
+    return {"id": str(number), "question": text[:40], "choices": choices, "answerKey": key}
+
+
+@pytest.mark.slow
+def test_policies_and_dmc_are_rows_of_the_report(tmp_path: Path, monkeypatch) -> None:
+    """Numbers of the report are recomputed from samples and from records of the training."""
+    tasks = (Task(name="arc_easy", shots=0, limit=3), Task(name="arc_easy", shots=2))
+    toy = replace(RECIPES["toy"], tasks=tasks, contexts=(700, 800), needles=8)
+    monkeypatch.setitem(RECIPES, "toy", toy)
+    given = [*own_model(tmp_path), "--policies", "tova:prefill=dense,quest", "--policy-ratios", "4"]
+    folder = tmp_path / "out"
+    assert recipe.main(words(folder, *given, "--dmc", "--jobs", "2")) == 0
+    numbers = json.loads((folder / "report.json").read_text())
+    models = {model["name"]: model for model in numbers["models"]}
+    names = [ORIGINAL, "cr2", "cr3", "dmc_cr3", "tova_prefill_dense_cr4", "quest_cr4"]
+    assert list(models) == names
+    report = (folder / "report.md").read_text()
+    for name in names:
+        assert f"\n| {name} |" in report
+        assert models[name]["tasks"]["arc_easy@0"]["documents"] == 3
+        means = []
+        for task in ("arc_easy@0", "arc_easy@2"):
+            own, original = (
+                [
+                    json.loads(line)["acc_norm"]
+                    for line in (folder / "eval" / each / f"samples_{task}.jsonl").open()
+                ]
+                for each in (name, ORIGINAL)
+            )
+            assert models[name]["tasks"][task]["score"] == pytest.approx(statistics.mean(own))
+            means.append(statistics.mean(own) - statistics.mean(original))
+        if name != ORIGINAL:
+            difference = models[name]["choices"]["difference"]
+            assert difference["value"] == pytest.approx(statistics.mean(means))
+            assert difference["low"] <= difference["value"] <= difference["high"]
+        cells = [cell for cell in numbers["needles"] if cell["label"] == name]
+        for context in (700, 800):
+            parts = [cell for cell in cells if cell["length"] == context]
+            found = sum(cell["accuracy"] * cell["documents"] for cell in parts)
+            assert models[name]["needles"][str(context)]["value"] == pytest.approx(found / 8)
+    kept = {name: models[name]["kv"]["peak_tokens"] for name in names}
+    assert kept["quest_cr4"] == pytest.approx(kept[ORIGINAL])
+    longest = {name: models[name]["needles"]["800"] for name in names}
+    for name in ("quest_cr4", "tova_prefill_dense_cr4"):
+        assert longest[name]["reads_per_token"] < 0.5 * longest[ORIGINAL]["reads_per_token"]
+    assert numbers["trainings"]["train"]["tokens"] == (2 + 2 * 3 + 2) * 2 * 32
+    assert numbers["trainings"]["train"]["tokens_of_held_exports"] == 2 * 2 * 32
+    assert numbers["trainings"]["train_dmc"]["minutes"] > 0
+    assert (folder / "needles.svg").read_text().startswith("<svg")
+
+
 def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> None:
     tasks = (Task(name="hellaswag", shots=10), Task(name="lambada_openai"))
     chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=tasks))
@@ -233,16 +310,36 @@ def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> Non
     for name in (ORIGINAL, *exports(chosen)):
         folder = results(chosen, name)
         folder.mkdir(parents=True)
-        (folder / "results.json").write_text(json.dumps({"results": scores}))
+        types = {"hellaswag@10": "multiple_choice", "lambada_openai": "loglikelihood"}
+        stored = {
+            "results": scores,
+            "configs": {key: {"output_type": kind} for key, kind in types.items()},
+            "dms": {"kv": {"cr_factor": 1.5, "peak_tokens": 40.0, "cr_factors": [[1.5]]}},
+        }
+        (folder / "results.json").write_text(json.dumps(stored))
+        low_high = {"value": -0.01, "low": -0.03, "high": 0.01}
+        rows = [
+            {"task": key, "metric": metric.removesuffix(",none"), "model": value, "documents": 9}
+            | {"difference": None if name == ORIGINAL else low_high}
+            for key, values in scores.items()
+            for metric, value in values.items()
+            if "_stderr" not in metric
+        ]
+        (folder / "comparison.json").write_text(json.dumps(rows))
     for name, export in exports(chosen).items():
         folder = tmp_path / "validation" / name
         folder.mkdir(parents=True)
         (folder / "metrics.json").write_text('{"cr_factor": 2.5, "kl_nats_per_token": 0.125}')
         export.mkdir(parents=True)
+        (chosen.root / "train").mkdir(exist_ok=True)
+        training = {"step": 10, "tokens": 1200, "train/tokens_per_second": 10.0}
+        (chosen.root / "train" / "metrics.jsonl").write_text(json.dumps(training) + "\n")
         (export / "README.md").write_text("<!-- evaluation -->\n<!-- end of evaluation -->\n")
     report = write_report(chosen).read_text()
-    assert "| cr2 | 2.5 | 0.125 | - | 0.400 +- 0.020 | 0.250 +- 0.039 |" in report
-    assert "| original | - | - | - | 0.400 +- 0.020 |" in report
+    scored = "0.400 +- 0.020 | 0.250 +- 0.039 | 0.400"
+    assert f"| cr2 | 2.5 | 0.125 | 1.50 | 40 | {scored} | -0.010 [-0.030, +0.010] |" in report
+    assert f"| original | - | - | 1.50 | 40 | {scored} | - |" in report
+    assert "| train | 10 | 1,200 | 2.0 | 128 |" in report
     card = (exports(chosen)["cr2"] / "README.md").read_text()
     assert "0.400 +- 0.020" in card
     assert "0.125" in card

@@ -196,17 +196,26 @@ def _difference(
     return ratio(parts, [1.0] * len(parts))
 
 
-def _by_document(results: Mapping[str, Any], task: str, metric: str) -> dict[int, float]:
-    """Return the values whose mean a metric is, by document; empty for other metrics."""
+def _by_document(
+    results: Mapping[str, Any], task: str, metric: str
+) -> dict[tuple[str, int], float]:
+    """Return the values whose mean a metric is, by task and document; empty for other metrics."""
     name, _, filtered = metric.partition(",")
     values = {
-        int(sample["doc_id"]): float(sample[name])
-        for sample in results["samples"].get(task, [])
+        (part, int(sample["doc_id"])): float(sample[name])
+        for part in _parts(results, task)
+        for sample in results["samples"].get(part, [])
         if sample.get("filter", "none") == filtered and isinstance(sample.get(name), float | int)
     }
     mean = sum(values.values()) / max(1, len(values))
     stated = results["results"][task].get(metric, math.nan)
     return values if math.isclose(mean, stated, rel_tol=1e-6, abs_tol=1e-9) else {}
+
+
+def _parts(results: Mapping[str, Any], task: str) -> list[str]:
+    """Return the tasks of a group and of the groups in it, or the task itself."""
+    children = results.get("group_subtasks", {}).get(task, [])
+    return [part for child in children for part in _parts(results, child)] or [task]
 
 
 def _published(name: str | None, task: str, metric: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import datasets
 from huggingface_hub import constants
+from lm_eval import tasks as lm_eval_tasks
 from lm_eval.tasks import TaskManager
 
 from dms_train.evaluation.errors import EvaluationError
@@ -172,14 +173,52 @@ def _network(*, allowed: bool) -> Iterator[None]:
 def _manager(options: HarnessOptions, names: set[str]) -> Any:
     """Return a manager that knows the tasks of these names."""
     include = options.include_path
-    if include is None:
-        return TaskManager()
-    if not include.is_dir():
+    if include is not None and not include.is_dir():
         raise EvaluationError(f"--include-path {include}: no such folder")
-    manager = TaskManager(include_path=str(include), include_defaults=False)
+    own = [] if include is None else [str(include)]
+    manager = TaskManager(include_path=own, include_defaults=False)
     if names <= set(manager.all_subtasks):
         return manager
-    return TaskManager(include_path=str(include))
+    manager = _manager_of_mentions(names, own)
+    return manager if names <= set(manager.all_tasks) else TaskManager(include_path=own)
+
+
+def _manager_of_mentions(names: set[str], further: list[str]) -> Any:
+    """Return a manager of the harness' folders that mention these names, and of further folders.
+
+    Names of members of a group count too. To parse all 14,000 definitions takes seconds to tens of
+    seconds; these folders have some hundreds.
+    """
+    texts = {
+        folder: _definitions(folder) for folder in Path(lm_eval_tasks.__file__).parent.iterdir()
+    }
+    before: set[str] = set()
+    while before != names:
+        words = "|".join(map(re.escape, names))
+        mention = re.compile(rf"(?<![\w-])(?:{words})(?![\w-])".encode())
+        folders = [str(folder) for folder, text in texts.items() if mention.search(text)]
+        # the last folder counts for a name; the harness takes the first of its own
+        paths = [*sorted(folders, reverse=True), *further]
+        manager = TaskManager(include_path=paths, include_defaults=False)
+        entries = [manager.task_index.get(name) for name in names]
+        members = [_members(entry.cfg.get("task")) for entry in entries if entry and entry.cfg]
+        before, names = names, names.union(*members)
+    return manager
+
+
+def _definitions(folder: Path) -> bytes:
+    """Return the text of all definitions below a folder; included ones may have no suffix."""
+    files = (file for file in folder.rglob("*") if file.suffix in ("", ".yaml"))
+    return b"\n".join(file.read_bytes() for file in files if file.is_file())
+
+
+def _members(listed: Any) -> set[str]:
+    """Return the names in the key `task` of a task or group."""
+    if isinstance(listed, dict):
+        return _members(listed.get("task")) | _members(listed.get("group"))
+    if isinstance(listed, list):
+        return set().union(*map(_members, listed))
+    return {listed} if isinstance(listed, str) else set()
 
 
 def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
