@@ -24,14 +24,19 @@ _VALIDATE = ("-m", "dms_train.cli.validate")
 
 
 def steps(settings: Settings) -> list[Step]:
-    """Return all steps of a recipe; each follows those that it needs."""
+    """Return all steps of a recipe; each follows those that it needs.
+
+    The tasks of all other models wait for those of the original, and take the longest.
+    """
     evaluated = models(settings)
+    tasks = [_tasks(settings, model) for model in evaluated if settings.recipe.tasks]
     return [
         *training_steps(settings),
+        *tasks[:1],
         *(_validation(settings, name, export) for name, export in exports(settings).items()),
-        *(_tasks(settings, model) for model in evaluated if settings.recipe.tasks),
         *(_perplexity(settings, model) for model in evaluated if settings.held_out),
         *(_needles(settings, model) for model in evaluated if settings.haystack),
+        *tasks[1:],
     ]
 
 
