@@ -9,11 +9,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks import timing
+from benchmarks.records import origin
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
 from dms_train.evaluation.scaling.results import load
 from research.recipe.evaluations import needle_contexts, needles_folder, perplexity_file, results
-from research.recipe.steps import Model, Settings, Task, exports, models, trainings
+from research.recipe.steps import Model, Settings, Task, models, trainings
 
 _METRICS = ("acc_norm", "acc", "exact_match", "pass@1")  # the first one that a task has
 _BANDS = 5  # of the depths of needles
@@ -21,9 +25,13 @@ _Z = 1.96  # of a 95% interval
 
 
 def measured(settings: Settings) -> dict[str, Any]:
-    """Return the numbers of all trainings and models, as plain JSON."""
+    """Return the numbers of all trainings and models so far, as plain JSON."""
+    device = torch.device(settings.device)
     return {
         "experiment": settings.recipe.experiment,
+        "device": timing.device_name(device),
+        "versions": timing.versions(device),
+        **origin(),
         "trainings": {name: _training(given) for name, given in trainings(settings).items()},
         "models": [_model(settings, model) for model in models(settings)],
         "needles": [asdict(cell) for cell in cells(settings)],
@@ -37,7 +45,8 @@ def cells(settings: Settings) -> list[NeedleCell]:
         replace(cell, label=model.name)
         for model in models(settings)
         for context in contexts
-        for cell in needle_cells([load([needles_folder(settings, model.name, context)])], _BANDS)
+        if _is_finished(folder := needles_folder(settings, model.name, context))
+        for cell in needle_cells([load([folder])], _BANDS)
     ]
 
 
@@ -63,18 +72,26 @@ def _training(overrides: list[str]) -> dict[str, float]:
 
 
 def _model(settings: Settings, model: Model) -> dict[str, Any]:
+    """Return what has been measured of a model; a part that has not finished is absent."""
     found: dict[str, Any] = {"name": model.name, "policy": model.policy, "options": model.options}
-    if model.name in exports(settings):
-        found["validation"] = _read(settings.root / "validation" / model.name / "metrics.json")
-    if settings.held_out:
+    validation = settings.root / "validation" / model.name / "metrics.json"
+    if validation.is_file():
+        found["validation"] = _read(validation)
+    if perplexity_file(settings, model.name).is_file():
         found["perplexity"] = _perplexity(perplexity_file(settings, model.name))
     found["needles"] = {
-        str(context): _needles(needles_folder(settings, model.name, context))
+        str(context): _needles(folder)
         for context in needle_contexts(settings)
+        if _is_finished(folder := needles_folder(settings, model.name, context))
     }
-    if settings.recipe.tasks:
+    if (results(settings, model.name) / "comparison.json").is_file():
         found |= _scores(results(settings, model.name), settings.recipe.tasks)
     return found
+
+
+def _is_finished(run: Path) -> bool:
+    """Return whether a folder of `dms-eval` has its results."""
+    return (run / "summary.json").is_file()
 
 
 def _read(path: Path) -> Any:
@@ -100,7 +117,10 @@ def _scores(folder: Path, tasks: Sequence[Task]) -> dict[str, Any]:
     found = _read(folder / "results.json")
     rows = {(row["task"], row["metric"]): row for row in _read(folder / "comparison.json")}
     scores = {task.key: _score(found, rows, task.key) for task in tasks}
-    choices = [score for key, score in scores.items() if score and _is_choice(found, key)]
+    measured = {key: score for key, score in scores.items() if score}
+    choices = [score for key, score in measured.items() if _is_choice(found, key)]
+    if len(measured) < len(tasks):
+        choices = []  # a mean over other tasks would not compare
     kv = {name: value for name, value in found["dms"]["kv"].items() if name != "cr_factors"}
     return {"tasks": scores, "choices": _mean(choices), "kv": kv}
 

@@ -10,7 +10,6 @@ from typing import Any
 from dms_train.evaluation.analysis.charts import needle_chart
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
-from research.recipe.evaluations import needle_contexts
 from research.recipe.measured import cells, measured
 from research.recipe.steps import Settings, exports
 
@@ -33,51 +32,60 @@ all tokens, and a generated token reads a share of them.
 def write_report(settings: Settings) -> Path:
     """Write `report.md`, its numbers, and the results of each export to its model card.
 
+    Parts that have not finished are left out; a model card is written when its validation has.
+
     Returns:
         The report; `report.json` and the figure `needles.svg` are beside it.
     """
     numbers = measured(settings)
-    table = _table(settings, numbers["models"])
+    table = models_table(numbers)
     named = {model["name"]: model for model in numbers["models"]}
     for name, export in exports(settings).items():
-        add_evaluation(export, named[name]["validation"], table)
-    parts = [f"# {settings.recipe.experiment}", table, _NOTES]
-    if settings.policies:
-        parts.append(_POLICY_NOTE)
-    parts += ["## Training", _trainings(numbers["trainings"])]
-    if needle_contexts(settings):
+        if "validation" in named[name]:
+            add_evaluation(export, named[name]["validation"], table)
+    if numbers["needles"]:
         figure = needle_chart("Needles found, percent", cells(settings))
         (settings.root / "needles.svg").write_text(f"{figure}\n", encoding="utf-8")
-        parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
     (settings.root / "report.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     report = settings.root / "report.md"
-    report.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    report.write_text(report_text(numbers), encoding="utf-8")
     return report
 
 
-def _table(settings: Settings, models: Sequence[Mapping[str, Any]]) -> str:
+def report_text(numbers: Mapping[str, Any]) -> str:
+    """Return the report of the numbers of `report.json` as Markdown."""
+    parts = [f"# {numbers['experiment']}", models_table(numbers), _NOTES]
+    if any(model["policy"] != "auto" for model in numbers["models"]):
+        parts.append(_POLICY_NOTE)
+    parts += ["## Training", _trainings(numbers["trainings"])]
+    if numbers["needles"]:
+        parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def models_table(numbers: Mapping[str, Any]) -> str:
     """Return a row for each model; columns that no model has are left out."""
-    rows = [{"model": model["name"], **_row(settings, model)} for model in models]
+    models = numbers["models"]
+    tasks = list(dict.fromkeys(key for model in models for key in model.get("tasks", {})))
+    contexts = list(dict.fromkeys(key for model in models for key in model["needles"]))
+    rows = [{"model": model["name"], **_row(model, tasks, contexts)} for model in models]
     header = [column for column in rows[0] if any(row[column] != "-" for row in rows)]
     return markdown_table(header, [[row[column] for column in header] for row in rows])
 
 
-def _row(settings: Settings, model: Mapping[str, Any]) -> dict[str, str]:
-    validation, kv = model.get("validation", {}), model.get("kv", {})
+def _row(model: Mapping[str, Any], tasks: Sequence[str], contexts: Sequence[str]) -> dict[str, str]:
+    validation, kv, needles = model.get("validation", {}), model.get("kv", {}), model["needles"]
     perplexity, choices = model.get("perplexity", {}), model.get("choices") or {}
-    reads = [each["reads_per_token"] for each in model["needles"].values()]
+    longest = needles.get(contexts[-1], {}) if contexts else {}
     return {
         **{label: _number(validation.get(key), ".4g") for key, label in _VALIDATED.items()},
         "cr_factor, tasks": _number(kv.get("cr_factor"), ".2f"),
         "peak tokens": _number(kv.get("peak_tokens"), ",.0f"),
         "perplexity": _number(perplexity.get("window", {}).get("perplexity"), ".2f"),
         "of continuations": _number(perplexity.get("continuation", {}).get("perplexity"), ".2f"),
-        **{
-            f"needles {int(context):,}": _interval(found)
-            for context, found in model["needles"].items()
-        },
-        "KV reads of a token, longest needles": _number(reads[-1] if reads else None, ",.0f"),
-        **{task.key: _score(model["tasks"][task.key]) for task in settings.recipe.tasks},
+        **{f"needles {int(key):,}": _interval(needles.get(key)) for key in contexts},
+        "KV reads of a token, longest needles": _number(longest.get("reads_per_token"), ",.0f"),
+        **{key: _score(model.get("tasks", {}).get(key)) for key in tasks},
         "choices": _number(choices.get("score"), ".3f"),
         "difference": _interval(choices.get("difference"), "+.3f"),
     }

@@ -9,7 +9,8 @@ results to the model card of each export. Every step is a command of this projec
 to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--minutes` the
-running command is told to stop, and the exit code is 3; the same command continues. Training,
+running command is told to stop, the report has what is finished, and the exit code is 3; the same
+command continues. Training,
 sampling and needles keep their progress, and benchmarks the tasks that have finished. Other
 measurements start over.
 
@@ -22,6 +23,7 @@ about quality.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -32,8 +34,8 @@ from dms_train.evaluation.errors import EvaluationError
 from research.lab.arguments import count, duration, list_of
 from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
 from research.recipe.evaluations import steps
-from research.recipe.report import write_report
-from research.recipe.steps import RECIPES, Settings, check_policies
+from research.recipe.report import report_text, write_report
+from research.recipe.steps import RECIPES, Settings, check_policies, trainings
 
 _CACHES = 0.6  # share of a GPU's memory that the caches of concurrent evaluations take
 
@@ -73,16 +75,22 @@ def _cache_bytes(jobs: int, device: str) -> int | None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.table is not None:
+        print(report_text(json.loads(args.table.read_text(encoding="utf-8"))), end="")
+        return 0
+    if args.name is None:
+        raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
     settings = _settings(args)
     gpus = visible_gpus()[:1] if settings.device != "cpu" else ()
     seconds = None if args.minutes is None else 60 * args.minutes
     lab = Lab(settings.root, jobs=args.jobs, gpus=gpus, seconds=seconds)
     with sigterm_ends(lab):
         finished = lab.run(steps(settings))
+    if all((settings.root / "state" / f"{name}.done").is_file() for name in trainings(settings)):
+        print(write_report(settings), flush=True)
     if not finished:
         print("the time is over; the same command continues", flush=True)
         return UNFINISHED
-    print(write_report(settings))
     return 0
 
 
@@ -93,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("name", choices=RECIPES, help="recipe")
+    add("name", nargs="?", choices=RECIPES, help="recipe")
     add("--folder", type=Path, help="default outputs/NAME")
     add("--minutes", type=duration, help="stop then; the same command continues")
     add("--model", type=Path, help="directory of the model, in place of a download")
@@ -112,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     ratios = "their compression ratios (4,8)"
     add("--policy-ratios", type=list_of(count), default=(4, 8), metavar="N,M", help=ratios)
     add("--dmc", action="store_true", help="also train with Dynamic Memory Compression")
+    add("--table", type=Path, metavar="FILE", help="print the report of a report.json instead")
     add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
     return parser
 

@@ -64,7 +64,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "temperature-2": ("loss.kl_temperature=2",),
 }
 _SAMPLED = {"text-of-the-model": (0.0, 1.0), "both-texts": (0.5, 0.5)}  # shares: plain, sampled
-_SUMS = ("eval/kl", "eval/cr")
 _CACHE = "8000000000"  # bytes of a measurement beside a training
 
 
@@ -186,29 +185,22 @@ def _row(sweep: Sweep, name: str) -> dict[str, Any]:
 
 
 def _training(metrics: Path) -> dict[str, Any]:
-    """Return tokens, seconds of the steps, and the last evaluation of a run."""
+    """Return the tokens and the last evaluation of a run."""
     text = metrics.read_text(encoding="utf-8")
-    logged = [json.loads(line) for line in text.splitlines()]
-    trained = [row for row in logged if "train/tokens_per_second" in row]
-    before, seconds = 0, 0.0
-    for row in trained:
-        seconds += (row["tokens"] - before) / row["train/tokens_per_second"]
-        before = row["tokens"]
-    last = [row for row in logged if "eval/kl" in row][-1]
-    sums = {name.removeprefix("eval/"): last[name] for name in _SUMS if name in last}
-    return {"tokens": before, "seconds": seconds, **sums}
+    last = [row for row in map(json.loads, text.splitlines()) if "eval/kl" in row][-1]
+    return {"tokens": last["tokens"], **{name: last.get(f"eval/{name}") for name in ("kl", "cr")}}
 
 
 def table(record: dict[str, Any]) -> str:
     """Return the rows of a record as Markdown."""
     contexts = [key for key in record["rows"][0] if key.startswith("needles_")]
-    header = ["variant", "tokens, M", "seconds", "KL", "CR", "perplexity", "of continuations"]
+    header = ["variant", "tokens, M", "KL", "CR", "perplexity", "of continuations"]
     header += [f"needles {int(key.removeprefix('needles_')):,}" for key in contexts]
     return markdown_table(header, [_cells(row, contexts) for row in record["rows"]])
 
 
 def _cells(row: dict[str, Any], contexts: list[str]) -> list[str]:
-    numbers = (("tokens", ".1f", 1e-6), ("seconds", ".0f", 1), ("kl", ".4f", 1))
+    numbers = (("tokens", ".1f", 1e-6), ("kl", ".4f", 1))
     return [
         row["variant"],
         *(format(row[key] * scale, form) if key in row else "" for key, form, scale in numbers),

@@ -64,11 +64,11 @@ def test_every_variant_and_the_original_are_measured(tmp_path: Path) -> None:
 
 
 def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two variants, one of which is unfinished: 200 tokens in 2 and 300 in 1 seconds."""
+    """Two variants, one of which is unfinished; the last evaluation counts."""
     chosen = sweep(tmp_path, variants=("base", "channel-0"), contexts=())
     logged = [
-        {"tokens": 200, "train/tokens_per_second": 100.0},
-        {"tokens": 500, "train/tokens_per_second": 300.0},
+        {"tokens": 200, "eval/kl": 0.5},
+        {"tokens": 500, "train/kl": 0.3},
         {"tokens": 500, "eval/kl": 0.25, "eval/cr": 4.5},
     ]
     measured = {"perplexity": 20.0, "nats": 3.0, "cr_factor": 4.2}
@@ -81,9 +81,9 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     for kind in ("perplexity", "needles"):
         (tmp_path / "state" / f"{kind}_base.done").touch()
     (row,) = rows(chosen)
-    assert (row["tokens"], row["seconds"], row["kl"], row["cr"]) == (500, 3.0, 0.25, 4.5)
+    assert (row["tokens"], row["kl"], row["cr"]) == (500, 0.25, 4.5)
     assert table({"rows": [row]}).splitlines()[-1] == (
-        "| base | 0.0 | 3 | 0.2500 | 4.20 | 20.00 | 18.00 |"
+        "| base | 0.0 | 0.2500 | 4.20 | 20.00 | 18.00 |"
     )
 
 
