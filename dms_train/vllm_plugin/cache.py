@@ -19,7 +19,7 @@ from dms_train.method.dms.spec import DMSSpec
 
 
 class GrantedPool(DevicePool):
-    """Page pool that has no pages until `bind`.
+    """Page pool that has no pages until `bind`; the host neither reserves nor counts them.
 
     Args:
         head_size: Channels of a key and of a value.

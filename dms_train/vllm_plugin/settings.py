@@ -131,6 +131,7 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
         ),
         (
             not config.use_v2_model_runner,
-            "it needs model runner V2; unset VLLM_USE_V2_MODEL_RUNNER, or set it to 1",
+            "it needs model runner V2; unset VLLM_USE_V2_MODEL_RUNNER, and remove the options that "
+            "vLLM's warning names, if there is one",
         ),
     ]

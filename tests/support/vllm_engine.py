@@ -17,6 +17,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from dms_train.vllm_plugin.credit import CreditManager
 from tests.support.vllm_cpu import MEMORY
 
 
@@ -161,3 +162,13 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
         "free_blocks": pool.get_num_free_blocks(),
         "pages": recorder.cache.pool.max_pages,
     }
+
+
+def starve(job: dict[str, Any]) -> str:
+    """Charge one block for each request instead of what it may need; the error that follows."""
+    CreditManager._bound = lambda *_: 1
+    try:
+        generate(job)
+    except Exception as error:
+        return str(error)
+    return ""

@@ -73,7 +73,7 @@ def in_vllm(
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=1500,
+            timeout=3000,
             check=False,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

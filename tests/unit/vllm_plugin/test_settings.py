@@ -80,8 +80,10 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
     cases = {
         name: (export, options, environment) for name, (options, environment, _) in REFUSED.items()
     }
-    accepted = {"export": export, "dense": dense, "plain": plain, "mislabelled": mislabelled}
-    cases |= {name: (path, {}, {}) for name, path in accepted.items()}
+    others = {"export": export, "dense": dense, "plain": plain, "mislabelled": mislabelled}
+    cases |= {name: (path, {}, {}) for name, path in others.items()}
+    architecture = {"hf_overrides": {"architectures": ["Qwen3ForCausalLMDMS"]}}
+    cases["plain, overridden"] = (plain, architecture, {})
     jobs = [
         {"model": str(path), "options": {**BASE, **options}, "environment": environment}
         for path, options, environment in cases.values()
@@ -107,8 +109,9 @@ def test_a_dense_model_under_the_architecture_of_dms_is_refused(configured):
     assert "it is a dense model" in configured["mislabelled"]["error"]
 
 
-def test_an_export_gets_its_scheduler_and_no_prefix_cache(configured):
-    assert configured["export"] == {
+@pytest.mark.parametrize("name", ["export", "plain, overridden"])
+def test_an_export_gets_its_scheduler_and_no_prefix_cache(configured, name):
+    assert configured[name] == {
         "scheduler": "dms_train.vllm_plugin.scheduler.build_scheduler",
         "prefix_caching": False,
     }
