@@ -36,7 +36,7 @@ class GrantedPool(DevicePool):
         )
 
     def bind(self, memory: Tensor) -> None:
-        """Use memory for pages; all of them are free.
+        """Use memory for pages, all of them free; no request may hold any.
 
         Args:
             memory: Memory without gaps, of any shape; a multiple of the size of a page. Its first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from dms_train.vllm_plugin.attention import batch_attention
@@ -43,6 +44,7 @@ class DMSModelState(DefaultModelState):
         super().__init__(vllm_config, model, *args, **kwargs)
         self._attention, self._cache, self._table = model.retrofit
         self._rows: dict[str, int] = {}
+        self._memory: Tensor | None = None
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """Give a request, new or resumed after a preemption, an empty row.
@@ -78,11 +80,17 @@ class DMSModelState(DefaultModelState):
         """
         batch = None
         if all(req_id in self._rows for req_id in input_batch.req_ids):
-            if not self._cache.is_bound:
-                self._cache.pool.bind(self._attention[0].kv_cache)
+            self._bind_memory()
             position = input_batch.positions[: input_batch.num_tokens]
             batch = batch_attention(self._cache, input_batch, position, self._table)
         return {layer.layer_name: batch for layer in self._attention}
+
+    def _bind_memory(self) -> None:
+        """Give the cache the memory of vLLM, which may replace one that it only measured with."""
+        memory = self._attention[0].kv_cache
+        if memory is not self._memory:
+            self._cache.pool.bind(memory)
+            self._memory = memory
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
         """Wrap the sampler."""

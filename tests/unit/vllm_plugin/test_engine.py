@@ -194,5 +194,5 @@ def test_all_pages_and_blocks_come_back(storms):
 def test_a_token_without_a_page_is_an_error(in_vllm, tmp_path):
     model = write(tmp_path / "export", *EXPORTS["llama-dms"])
     options = {**OPTIONS, "max_model_len": 112}
-    (error,) = in_vllm("starve", [job(model, 9, options=options)])
+    (error,) = in_vllm("starve", [job(model, 10, options=options)])
     assert "a token of its batch found no page" in error
