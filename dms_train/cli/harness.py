@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dms_train.cli.engine_arguments import add_engine, engine_options
+
+if TYPE_CHECKING:  # lm-evaluation-harness is optional
+    from dms_train.evaluation.harness.loading import HarnessOptions, LoadedTasks
+    from dms_train.inference.options import EngineOptions
 
 _ORIGINAL = "original"  # folder of the original's results below --output
 _EPILOG = """\
@@ -18,11 +21,12 @@ examples:
   dms-eval harness MODEL --tasks mmlu,hellaswag --limit 100 --policy window --window 1024
   dms-eval harness EXPORT --tasks my_task --include-path tasks --output outputs/harness/mine
   dms-eval harness EXPORT --original MODEL --data outputs/benchmarks --tasks arc_easy,hellaswag
+  dms-eval harness EXPORT --tasks hellaswag@10,lambada_openai@0,lambada_openai@10,mmlu@5:20
 
 Data sets are read from --data (see dms-eval data), then from the local cache of the hub; only
 --download uses the network. OUTPUT/results.json has the harness' results and a block `dms`: what
 the KV cache cost, versions, the engine's options and the SHA-256 of the model. It is written after
-every task.
+every task, and the same command continues with the tasks that it lacks.
 """
 
 
@@ -36,10 +40,37 @@ def evaluate_tasks(words: list[str]) -> None:
         EvaluationError: A task cannot be run.
     """
     args = _parser().parse_args(words)
-    from dms_train.evaluation.harness import comparison, run
+    from dms_train.evaluation.harness import comparison, loading, run
     from dms_train.hf.directory import resolve
 
-    options = run.HarnessOptions(
+    options = _options(args)
+    engine = engine_options(args)
+    resolve(args.model)  # the quick checks come before the tasks are read
+    comparison.require_published(args.published)
+    original = _stored_original(args)
+    tasks = loading.load_tasks(options)
+    if original is not None:
+        comparison.require_same_conditions(original, run.conditions(tasks, options), tasks.keys)
+    model = _Evaluation(args.model, engine, args.output, tasks, options, args)
+    if original is None and args.original is not None:
+        dense = replace(engine, policy="auto", policy_options={})
+        folder = args.output / _ORIGINAL
+        original = _Evaluation(args.original, dense, folder, tasks, options, args).results()
+        gc.collect()  # the engine is part of reference cycles and holds the GPU's memory
+    results = model.results()
+    scores = comparison.compare(results, original, args.published)
+    comparison.write(scores, args.output)
+    print(comparison.table(scores))
+    for name, each in (("original", original), ("model", results)):
+        if each is not None and "kv" in each["dms"]:
+            print(f"{name:8}  {_cost(each['dms']['kv'])}")
+    print(args.output / run.RESULTS)
+
+
+def _options(args: argparse.Namespace) -> HarnessOptions:
+    from dms_train.evaluation.harness import loading
+
+    return loading.HarnessOptions(
         tasks=tuple(name for name in args.tasks.split(",") if name),
         include_path=args.include_path,
         num_fewshot=args.num_fewshot,
@@ -51,32 +82,6 @@ def evaluate_tasks(words: list[str]) -> None:
         data=args.data,
         download=args.download,
     )
-    engine = engine_options(args)
-    resolve(args.model)  # the quick checks come before the tasks are read
-    if not args.overwrite:
-        run.require_unused(args.output)
-    comparison.require_published(args.published)
-    original = _stored_original(args)
-    tasks = run.load_tasks(options)
-    if original is not None:
-        comparison.require_same_conditions(original, run.conditions(tasks, options), tasks.names)
-    elif args.original is not None:
-        dense = replace(engine, policy="auto", policy_options={})
-        folder = args.output / _ORIGINAL
-        original = _evaluated(
-            run.evaluate(args.original, dense, tasks, options), folder, args.log_samples
-        )
-        gc.collect()  # the engine is part of reference cycles and holds the GPU's memory
-    results = _evaluated(
-        run.evaluate(args.model, engine, tasks, options), args.output, args.log_samples
-    )
-    scores = comparison.compare(results, original, args.published)
-    comparison.write(scores, args.output)
-    print(comparison.table(scores))
-    for name, each in (("original", original), ("model", results)):
-        if each is not None and "kv" in each["dms"]:
-            print(f"{name:8}  {_cost(each['dms']['kv'])}")
-    print(args.output / run.RESULTS)
 
 
 def write_benchmarks(words: list[str]) -> None:
@@ -120,21 +125,47 @@ def _stored_original(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     folder = Path(args.original)
     if (folder / run.RESULTS).exists():
-        return comparison.read_results(folder)
+        results = comparison.read_results(folder)
+        comparison.warn_without_samples(results, folder)
+        return results
     resolve(args.original)
-    if not args.overwrite:
-        run.require_unused(args.output / _ORIGINAL)
     return None
 
 
-def _evaluated(steps: Iterator[dict[str, Any]], folder: Path, samples: bool) -> dict[str, Any]:
-    """Evaluate a model, and write the results after every task."""
-    from dms_train.evaluation.harness import run
+class _Evaluation:
+    """Evaluation of a model, which continues earlier results unless `--overwrite` was given.
 
-    results: dict[str, Any] = {}
-    for results in steps:
-        run.write_results(results, folder, samples=samples)
-    return results
+    Raises:
+        EvaluationError: The folder has results of another evaluation.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine: EngineOptions,
+        folder: Path,
+        tasks: LoadedTasks,
+        options: HarnessOptions,
+        args: argparse.Namespace,
+    ) -> None:
+        from dms_train.evaluation.harness import run
+
+        self._asked, self._folder, self._samples = (
+            (engine, tasks, options),
+            folder,
+            args.log_samples,
+        )
+        self._facts = run.facts(model, *self._asked, samples=args.log_samples)
+        self._finished = {} if args.overwrite else run.finished_results(folder, self._facts)
+
+    def results(self) -> dict[str, Any]:
+        """Evaluate the model, and write the results after every task."""
+        from dms_train.evaluation.harness import run
+
+        results = self._finished
+        for results in run.evaluate(*self._asked, self._facts, self._finished):
+            run.write_results(results, self._folder, samples=self._samples)
+        return results
 
 
 def _cost(kv: dict[str, Any]) -> str:
@@ -174,7 +205,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tasks").add_argument
-    add("--tasks", required=True, metavar="A,B", help="names of tasks, groups or tags, YAML files")
+    add(
+        "--tasks",
+        required=True,
+        metavar="A,B",
+        help="names of tasks, groups or tags, YAML files; NAME@SHOTS:LIMIT has examples and"
+        " documents of its own, and NAME@SHOTS in the results",
+    )
     add("--include-path", type=Path, metavar="DIR", help="folder with further YAML files")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (the task's)")
     add("--limit", type=float, metavar="N", help="documents of each task, or their share below 1")

@@ -18,14 +18,14 @@ from torch import Tensor
 from dms_train.data.batches import Sample, Samples
 from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.options import COMPARED_POSITIONS
+from dms_train.evaluation.reading import READ_CHUNK, texts_at_once
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.selftest import SelfTest
-from dms_train.inference.accounting import TotalKV
+from dms_train.inference.accounting import RequestKV, TotalKV
 from dms_train.inference.llm import LLM
 from dms_train.inference.outputs import RequestOutput
 from dms_train.method.base import MethodSpec
 from dms_train.method.losses import kl_teacher_student
-
-_CHUNK = 64  # number of tokens after which the compact cache frees evicted tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Cost:
         prefill_reads: Slots attended by the prompt of an answer; 0 for a text.
         peak_tokens: Largest number of tokens that a sequence held, mean over KV heads and
             sequences.
-        cache_bytes: Largest number of bytes that the cache took from the system.
+        cache_bytes: Largest number of bytes of the cache slots that a sequence reserved.
         cr_factors: float64 [layers, kv_heads].
     """
 
@@ -188,10 +188,13 @@ def agreement(
 
 
 def _read(directory: Path, texts: list[Sample], device: str, **how: Any) -> _Reading:
-    """Load a model, read the texts one after the other, and free it; `how` are engine options."""
-    llm = LLM(directory, prefill_chunk=_CHUNK, max_num_seqs=1, slab_pages=8, device=device, **how)
-    hidden = [llm.engine.hidden_states(text.tokens.tolist()) for text in texts]
-    return _Reading(hidden, llm.engine.head.cpu(), _text_cost(llm))
+    """Load a model, read the texts, and free it; `how` are engine options."""
+    longest = max(len(text.tokens) for text in texts)
+    at_once = texts_at_once(read_architecture(directory), len(texts), longest)
+    llm = LLM(directory, prefill_chunk=READ_CHUNK, max_num_seqs=at_once, device=device, **how)
+    read = llm.engine.hidden_states([text.tokens.tolist() for text in texts])
+    cost = _text_cost(llm, [text.kv for text in read])
+    return _Reading([text.hidden for text in read], llm.engine.head.cpu(), cost)
 
 
 def _control(control: _Reading, teacher: _Reading, texts: list[Sample], device: str) -> WindowOnly:
@@ -227,28 +230,36 @@ def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) 
     return torch.stack([(loss * counts).sum() for loss in losses])
 
 
-def _text_cost(llm: LLM) -> Cost:
-    """Return the cost of reading texts one after the other; every token is a prompt token."""
+def _text_cost(llm: LLM, texts: list[RequestKV]) -> Cost:
+    """Return the cost of reading texts; every token is a prompt token."""
     total = llm.kv
     assert total is not None
-    return _cost(total, total.prefill_reads, 0.0, total.peak_live_tokens)
+    peak_tokens = max(text.peak_live_tokens for text in texts)
+    return _cost(total, total.prefill_reads, 0.0, peak_tokens, texts)
 
 
 def answer_cost(llm: LLM, outputs: list[RequestOutput]) -> Cost:
     """Return the cost of answers that were generated."""
     total = llm.kv
     assert total is not None
-    peaks = sum(output.kv.peak_live_tokens for output in outputs) / len(outputs)
-    return _cost(total, total.kv_reads, total.prefill_reads, peaks)
+    answers = [output.kv for output in outputs]
+    peak_tokens = sum(answer.peak_live_tokens for answer in answers) / len(answers)
+    return _cost(total, total.kv_reads, total.prefill_reads, peak_tokens, answers)
 
 
-def _cost(total: TotalKV, kv_reads: float, prefill_reads: float, peak_tokens: float) -> Cost:
+def _cost(
+    total: TotalKV,
+    kv_reads: float,
+    prefill_reads: float,
+    peak_tokens: float,
+    sequences: list[RequestKV],
+) -> Cost:
     return Cost(
         cr_factor=total.cr_factor,
         kv_reads=kv_reads / total.requests,
         prefill_reads=prefill_reads / total.requests,
         peak_tokens=peak_tokens,
-        cache_bytes=total.peak_allocated_bytes,
+        cache_bytes=max(sequence.peak_allocated_bytes for sequence in sequences),
         cr_factors=total.cr_factors,
     )
 
@@ -269,7 +280,7 @@ def run_selftest(export: Path, device: str, **memory: Any) -> SelfTestResult:
     how: dict[str, Any] = {
         "dtype": reference.dtype,
         "device": device,
-        "prefill_chunk": _CHUNK,
+        "prefill_chunk": READ_CHUNK,
         **memory,
     }
     llm = LLM(export, max_num_seqs=1, **how)

@@ -37,7 +37,7 @@ _CACHES: dict[type, type[PagedKVCache]] = {
 }
 _HOST_BYTES = 2**30  # size of a pool on the CPU; its pages take memory at their first write
 _LOGITS = 4  # most float32 copies of the logits in sampling
-_GRAPHS = 4  # most copies of all sequences' logits in captured steps
+_GRAPHS = 6  # most copies of all sequences' logits in captured steps
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:

@@ -6,12 +6,13 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dms_train.hf.directory import resolve
-from dms_train.inference.accounting import TotalKV
+from dms_train.inference.accounting import RequestKV, TotalKV
 from dms_train.inference.devices import launches, launches_on, require_device
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.kv_cache_manager import KVCacheManager
@@ -26,6 +27,32 @@ from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.sequence_state import FINISHED
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
+
+
+class TextStates(NamedTuple):
+    """Result of reading a text.
+
+    Attributes:
+        hidden: Last hidden states, [tokens, hidden] on the host, in the dtype of the model.
+        kv: Cost of its cache.
+    """
+
+    hidden: Tensor
+    kv: RequestKV
+
+
+class _TextPart(NamedTuple):
+    """Hidden states of neighbouring tokens of a text.
+
+    Attributes:
+        sequence: The text.
+        first: Position of the first token.
+        hidden: [tokens, hidden] on the device.
+    """
+
+    sequence: Sequence
+    first: int
+    hidden: Tensor
 
 
 class InferenceEngine:
@@ -217,6 +244,15 @@ class InferenceEngine:
             else:
                 self._cache_manager.assign(sequence)
 
+    @launches
+    def capture(self) -> None:
+        """Capture the decode steps of all batch sizes as CUDA graphs, where a GPU runs them.
+
+        Otherwise each is captured when a batch of its size first needs it, which takes about a
+        second and longer if kernels must be compiled.
+        """
+        self._runner.capture()
+
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work."""
         return bool(self._launched or self._advanced) or self._scheduler.has_work
@@ -299,52 +335,82 @@ class InferenceEngine:
         Raises:
             InferenceError: As in `hidden_states`.
         """
-        to_logits = self._runner.model.decoder.logits
-        return torch.cat([to_logits(hidden) for hidden in self._read(token_ids)])
+        to_logits, logits = self._runner.model.decoder.logits, {}
+        for part in self._read([self._text(token_ids)]):
+            logits[part.first] = to_logits(part.hidden)
+        return torch.cat([logits[first] for first in sorted(logits)])
 
     @launches
-    def hidden_states(self, token_ids: list[int]) -> Tensor:
-        """Compute the last hidden states at every token of a text; return them on the host.
+    def hidden_states(self, texts: list[list[int]]) -> list[TextStates]:
+        """Compute the last hidden states at every token of texts; return them on the host.
 
-        The product of the hidden states and `head` is the logits, which take much more memory.
+        The product of the hidden states and `head` is the logits, which take much more memory. As
+        many texts are computed at a time as the options allow.
 
         Args:
-            token_ids: The text.
+            texts: Token ids of each text.
 
         Returns:
-            [len(token_ids), hidden] in the dtype of the model.
+            States and cost of each text, in the order of the texts.
 
         Raises:
-            InferenceError: The text is empty, too long or not of this vocabulary, or the cache is
+            InferenceError: A text is empty, too long or not of this vocabulary, or the cache is
                 too small for it.
         """
-        return torch.cat([hidden.cpu() for hidden in self._read(token_ids)])
+        sequences = [self._text(token_ids) for token_ids in texts]
+        states = {
+            s: torch.empty(len(s.tokens), *self.head.shape[1:], dtype=self.dtype) for s in sequences
+        }
+        for sequence, first, hidden in self._read(sequences):
+            states[sequence][first : first + len(hidden)] = hidden.cpu()
+        return [TextStates(states[s], s.meter.report()) for s in sequences]
 
     @property
     def head(self) -> Tensor:
         """Weight of the output layer, [vocab, hidden]."""
         return self._runner.model.decoder.lm_head.weight
 
-    def _read(self, token_ids: list[int]) -> Iterator[Tensor]:
-        """Yield the hidden states of the chunks of a text; each is valid until the next one."""
-        before, self._launched = self._launched, []
-        self._receive(before)
+    def _text(self, token_ids: list[int]) -> Sequence:
+        """Return a sequence that is only read."""
         request = self._builder.request(SamplingParams())
         self._builder.add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
-        (sequence,) = request.sequences
-        self._scheduler.add(sequence)
+        return request.sequences[0]
+
+    def _read(self, sequences: list[Sequence]) -> Iterator[_TextPart]:
+        """Yield the hidden states of parts of texts; each is valid until the next one.
+
+        A preempted text is read again from its beginning.
+        """
+        before, self._launched = self._launched, []
+        self._receive(before)
+        unread = dict.fromkeys(sequences)
+        for sequence in sequences:
+            self._scheduler.add(sequence)
         try:
-            while sequence.remaining:
-                plan = self._scheduler.schedule(time.monotonic(), {sequence})
+            while unread:
+                plan = self._scheduler.schedule(time.monotonic(), unread.keys())
                 if not plan.batch:
                     raise InferenceError("the cache is too small for the text; raise cache_bytes")
-                forward_pass = self._runner.step(plan.batch, hidden_states=True)
-                assert forward_pass.hidden is not None
-                yield forward_pass.hidden
-                self._runner.count(forward_pass)
-            self._runner.total.finish(sequence.meter.report())
+                yield from self._read_parts(plan.batch)
+                for sequence, _ in plan.batch:
+                    if not sequence.remaining:
+                        self._scheduler.remove(sequence)
+                        del unread[sequence]
+            for sequence in sequences:
+                self._runner.total.finish(sequence.meter.report())
         finally:
-            self._scheduler.remove(sequence)
+            for sequence in unread:
+                self._scheduler.remove(sequence)
+
+    def _read_parts(self, batch: list[tuple[Sequence, int]]) -> Iterator[_TextPart]:
+        """Yield the hidden states of one pass."""
+        counts, first = dict(batch), {s: s.num_computed_tokens for s, _ in batch}
+        forward_pass = self._runner.step(batch, hidden_states=True)
+        assert forward_pass.hidden is not None
+        hidden = forward_pass.hidden.split([counts[s] for s in forward_pass.sequences])
+        for sequence, part in zip(forward_pass.sequences, hidden, strict=True):
+            yield _TextPart(sequence, first[sequence], part)
+        self._runner.count(forward_pass)
 
     def _sequences(self, request_ids: Collection[str] | None) -> set[Sequence] | None:
         """Return the sequences of these requests; None for all."""

@@ -1,11 +1,11 @@
 """Decode steps replayed as CUDA graphs: one launch instead of several hundred.
 
 A graph holds whole steps: the layers, the logits and the next token of every sequence. The next
-step reads the tokens without the host. Graphs are captured at the start for every batch size that
-is a power of two. Each size has a graph of one step and one of a burst, with and without top-k,
-top-p and min-p. Unused entries of a batch have row -1, which the kernels skip. The graphs stay
-valid, because the cache never moves. In Triton's interpreter, on a CPU, the same steps run without
-graphs.
+step reads the tokens without the host. There are graphs for every batch size that is a power of
+two, of one step and of a burst, with and without top-k, top-p and min-p. Each is captured when it
+is first launched, because a job needs few of them; a server captures all at the start. Unused
+entries of a batch have row -1, which the kernels skip. The graphs stay valid, because the cache
+never moves. In Triton's interpreter, on a CPU, the same steps run without graphs.
 
 Shape letters: b sequences of a step, k steps of a burst.
 """
@@ -84,6 +84,20 @@ class LaunchedBurst:
         return BurstStatus(tokens, torch.from_numpy(lists).movedim(1, 0), left, fault)
 
 
+class _Kind(NamedTuple):
+    """Key of graphs.
+
+    Attributes:
+        size: Sequences, unused entries included.
+        steps: Steps of the graph.
+        limited: True if the steps apply top-k, top-p and min-p.
+    """
+
+    size: int
+    steps: int
+    limited: bool
+
+
 class _Captured(NamedTuple):
     """A graph with its inputs and outputs.
 
@@ -120,8 +134,8 @@ class DecodeGraphs:
         self._last = torch.zeros(most, dtype=torch.int64, device=cache.device)
         self._kernels = dispatch.triton_kernels()
         self._turn = 0
-        sizes = [1 << power for power in range(_power(most) + 1)]
-        self._memory = self._kernels.sample_workspace(max(sizes), cache.device)
+        self._sizes, self._steps = [1 << power for power in range(_power(most) + 1)], steps
+        self._memory = self._kernels.sample_workspace(max(self._sizes), cache.device)
         # kept, because a graph does not keep its memory alive
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
@@ -129,15 +143,14 @@ class DecodeGraphs:
         if cache.device.type == "cuda":
             self._recorder = _Recorder(cache.device)
             self._copies = torch.cuda.Stream(cache.device)
-        with torch.no_grad(), cache.recording():
-            self._graphs = {
-                (size, count, limited): [
-                    self._capture(size, count, limited=limited) for _ in range(_IN_FLIGHT)
-                ]
-                for size in reversed(sizes)
-                for count in {1, steps}
-                for limited in (False, True)
-            }
+        self._graphs: dict[_Kind, list[_Captured]] = {}
+
+    def capture(self) -> None:
+        """Capture the graphs of all kinds, so that no later launch waits for a capture."""
+        for size in reversed(self._sizes):  # smaller graphs use the memory of larger ones
+            for count in sorted({1, self._steps}):
+                for limited in (False, True):
+                    self._graphs_of(_Kind(size, count, limited))
 
     def launch(self, inputs: PackedInputs) -> LaunchedBurst:
         """Launch a burst of steps of one token per sequence; the host does not wait.
@@ -150,7 +163,7 @@ class DecodeGraphs:
         k, _, b = inputs.fields.shape
         self._cache.prepare(b * self._cache.pages_of_steps(k))
         self._turn = (self._turn + 1) % _IN_FLIGHT
-        captured = self._graphs[1 << _power(b), k, inputs.limited][self._turn]
+        captured = self._graphs_of(_Kind(1 << _power(b), k, inputs.limited))[self._turn]
         sent, received = captured.sent.numpy(), captured.received
         sent[:, ROWS] = -1
         sent[:, :, :b] = inputs.fields
@@ -187,7 +200,15 @@ class DecodeGraphs:
         )
         return tokens
 
-    def _capture(self, size: int, count: int, *, limited: bool) -> _Captured:
+    @torch.no_grad()
+    def _graphs_of(self, kind: _Kind) -> list[_Captured]:
+        """Return the graphs of a kind, which are captured on first use."""
+        if kind not in self._graphs:
+            with self._cache.recording():
+                self._graphs[kind] = [self._capture(*kind) for _ in range(_IN_FLIGHT)]
+        return self._graphs[kind]
+
+    def _capture(self, size: int, count: int, limited: bool) -> _Captured:
         """Record `count` steps of `size` sequences."""
         device = self._cache.device
         fields = LIMITED_FIELDS if limited else FIELDS
@@ -265,7 +286,11 @@ class _Recorder:
             steps()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+        # other threads may use the GPU meanwhile
+        where = torch.cuda.graph(
+            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with where:
             steps()
         return graph.replay
 

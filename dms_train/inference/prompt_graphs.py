@@ -23,6 +23,7 @@ from dms_train.inference.models.decoder import Decoder
 _SMALLEST = 16  # least tokens of a padded chunk
 _SEQUENCES = (16, 4, 1)  # numbers of sequences of a graph
 _SHORT = 128  # most tokens of a chunk that shares a graph; longer ones fill the GPU alone
+_TOKENS = 1024  # most tokens of a graph of several chunks
 _MOST = 24  # replays of a step; with more, launching one pass over all chunks is faster
 
 Part: TypeAlias = tuple[int, int, list[int]]  # row, position of the first token, tokens
@@ -61,11 +62,12 @@ class PromptGraphs:
         device = self._device = cache.device
         self._sizes = chunk_sizes(chunk)
         layers, _, heads = cache.lists_shape
+        most = self._most = max(chunk, _TOKENS)
         # rows, first positions and numbers of tokens, and the tokens
-        self._inputs = torch.zeros(3 * _SEQUENCES[0] + chunk, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(3 * _SEQUENCES[0] + most, dtype=torch.int64, device=device)
         channels = decoder.architecture.hidden_size
         weight = decoder.embed_tokens.weight
-        self._hidden = torch.zeros(chunk, channels, dtype=weight.dtype, device=device)
+        self._hidden = torch.zeros(most, channels, dtype=weight.dtype, device=device)
         reads = torch.zeros(layers, _SEQUENCES[0], heads, dtype=torch.int64, device=device)
         self._reads = reads
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
@@ -88,7 +90,7 @@ class PromptGraphs:
         batches = [
             (size, numbers)
             for (size, _), chunks in alike.items()
-            for numbers in _split(chunks, self._sizes[-1] // size if size <= _SHORT else 1)
+            for numbers in _split(chunks, self._most // size if size <= _SHORT else 1)
         ]
         return batches if len(batches) <= _MOST else None
 
@@ -200,9 +202,13 @@ def _split(numbers: list[int], most: int) -> Iterator[list[int]]:
 
 
 def chunk_sizes(chunk: int) -> list[int]:
-    """Return the padded sizes of chunks, ascending: 16, 24, 32, 48, 64, ... and `chunk`."""
+    """Return the padded sizes of chunks, ascending: 16, 32, 64, 128, 192, 256, ... and `chunk`.
+
+    Short chunks have few sizes, so that those of a step share graphs. Reading the weights takes
+    most of their time, so that padding costs little.
+    """
     sizes, size = [], _SMALLEST
     while size < chunk:
-        sizes += [size, size * 3 // 2]
+        sizes += [size] if size < _SHORT else [size, size * 3 // 2]
         size *= 2
     return [*(size for size in sizes if size < chunk), chunk]

@@ -73,7 +73,9 @@ class ForwardPass:
         num_computed_tokens: For each sequence, number of computed tokens after the pass.
         lists: Slots attended, tokens held and slots reserved by the KV lists of each sequence,
             int64 [3, layers, b, kv_heads].
-        live: Tokens held by all KV lists of the cache, int64.
+        totals: Tokens held by all KV lists of the cache, int64 [1]; of a capturable cache [3], with
+            its free pages and its fault.
+        reserved: `CapturableCache.reserved_pages` after the launch; 0 for another cache.
     """
 
     logits: Tensor
@@ -83,7 +85,8 @@ class ForwardPass:
     generates: list[bool]
     num_computed_tokens: list[int]
     lists: Tensor
-    live: Tensor
+    totals: Tensor
+    reserved: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +96,7 @@ class LaunchedPass:
     Attributes:
         forward_pass: The pass.
         sampled: Sequences for which a token is sampled.
-        fetched: int64, `live` of the pass, then its `lists`, then the sampled tokens.
+        fetched: int64, `totals` of the pass, then its `lists`, then the sampled tokens.
         unwanted: Sequences that have ended since the launch.
     """
 
@@ -163,6 +166,11 @@ class ModelRunner:
             decode_steps=1 if self._graphs is None else options.decode_steps,
         )
 
+    def capture(self) -> None:
+        """Capture all decode steps now, if the cache's steps can be captured."""
+        if self._graphs is not None:
+            self._graphs.capture()
+
     @torch.no_grad()
     def step(
         self, batch: list[tuple[Sequence, int]], *, hidden_states: bool = False
@@ -183,7 +191,7 @@ class ModelRunner:
         hidden, reads = self._forward(ordered)
         rows = sent([s.batch_slot for s in sequences], self._device)
         lists = torch.stack([reads, self.cache.live(rows), self.cache.held_slots(rows)])
-        live = self.total.live()
+        totals, reserved = self._totals()
         for sequence, count in ordered:
             sequence.num_computed_tokens += count
         sampled = hidden[:0]
@@ -202,18 +210,27 @@ class ModelRunner:
             generates=[s.is_sampled for s in sequences],
             num_computed_tokens=[s.num_computed_tokens for s in sequences],
             lists=lists,
-            live=live,
+            totals=totals,
+            reserved=reserved,
         )
+
+    def _totals(self) -> tuple[Tensor, int]:
+        """Return `totals` and `reserved` of a pass that has been launched."""
+        live, cache = self.total.live().view(1), self._capturable
+        if cache is None:
+            return live, 0
+        left, fault, *_ = cache.status()
+        return torch.cat([live, left, fault]), cache.reserved_pages
 
     def count(self, forward_pass: ForwardPass) -> None:
         """Wait for a pass, add its cost to its sequences, and update their `pages`."""
-        self._count_pass(forward_pass, forward_pass.lists.cpu(), int(forward_pass.live))
+        self._count_pass(forward_pass, forward_pass.lists.cpu(), forward_pass.totals.tolist())
 
     def _count_pass(
         self,
         forward_pass: ForwardPass,
         lists: Tensor,
-        live: int,
+        totals: list[int],
         unwanted: Collection[Sequence] = (),
     ) -> None:
         """Add the cost of a pass to its sequences, once its numbers are on the host."""
@@ -238,6 +255,10 @@ class ModelRunner:
             )
             if sequence.batch_slot is not None:  # a preempted sequence holds no pages
                 sequence.pages = counts.by_sequence[index][2] // self.limits.page_slots
+        live, *pool = totals
+        if self._capturable is not None:
+            left, fault = pool
+            self._capturable.sync_free_count(left, fault, forward_pass.reserved)
         self.total.step(live)
 
     def can_sample_all(self, batch: list[tuple[Sequence, int]]) -> bool:
@@ -256,7 +277,7 @@ class ModelRunner:
         """
         assert self._graphs is not None
         forward_pass = self.step(batch)
-        numbers = [forward_pass.live.view(1), forward_pass.lists.flatten()]
+        numbers = [forward_pass.totals, forward_pass.lists.flatten()]
         sampled = [sequence for sequence, _ in batch if sequence.is_sampled]
         if sampled:
             inputs = _inputs(sampled, np.ones(len(sampled), np.int64), 1)
@@ -348,9 +369,10 @@ class ModelRunner:
     def _receive_pass(self, launched: LaunchedPass) -> list[Sequence]:
         forward_pass, unwanted = launched.forward_pass, launched.unwanted
         numbers = launched.fetched.wait()
-        end = 1 + forward_pass.lists.numel()
-        lists = numbers[1:end].view_as(forward_pass.lists)
-        self._count_pass(forward_pass, lists, int(numbers[0]), unwanted)
+        begin = len(forward_pass.totals)
+        end = begin + forward_pass.lists.numel()
+        lists = numbers[begin:end].view_as(forward_pass.lists)
+        self._count_pass(forward_pass, lists, numbers[:begin].tolist(), unwanted)
         for sequence, token in zip(launched.sampled, numbers[end:].tolist(), strict=True):
             if sequence not in unwanted:
                 sequence.num_inflight_tokens -= 1

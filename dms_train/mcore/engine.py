@@ -81,9 +81,9 @@ class McoreEngine:
         )
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = dispatch.train_attention(backend)
-        self._layer_backend = layers.choose(options.parallel.layers, view.device)
-        self._config = transformer_config(architecture, options.parallel)
         fused = dispatch.can_fuse(backend)
+        self._layer_backend = layers.choose(options.parallel.layers, view.device, fused=fused)
+        self._config = transformer_config(architecture, options.parallel)
         self._graph = choose_graph(options.parallel, view, fused=fused) if options.trains else None
         fusions.apply(self._config, view.device, fused=fused)
         fused_on = view.device if fused else None

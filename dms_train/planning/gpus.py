@@ -56,11 +56,6 @@ class Calibration(NamedTuple):
         nccl_bytes: NCCL's buffers, where there are several processes.
         reserved_share: Reserved by the allocator over allocated, at their peaks.
         matmul_efficiency: Share of the peak that matrix products of layers reach.
-        operand_efficiency: Share of the memory bandwidth at which products of a small model read
-            and write their operands. It makes the plan of SmolLM2-135M equal to its retrofit on one
-            H100, which is not a stored record: 158,000 to 173,000 tokens/s with a teacher, 2
-            microbatches of 16 samples of 2,048 tokens, bf16. It includes everything else in which
-            a small model is slower than planned.
         attention_efficiency: Share of the peak that attention reaches, forward and backward: about
             what `benchmarks/attention` measures for 32 heads of 128 and 8,192 tokens.
         traffic_factor: Passes over what a layer keeps, at full memory bandwidth.
@@ -73,7 +68,6 @@ class Calibration(NamedTuple):
     nccl_bytes: float
     reserved_share: float
     matmul_efficiency: float
-    operand_efficiency: float
     attention_efficiency: float
     traffic_factor: float
     link_efficiency: float

@@ -1,18 +1,16 @@
 """Time of a training step: products, attention, memory traffic, communication, bubble.
 
 Every term is an amount of work divided by a speed: the data sheet's value times a measured share.
-The terms are added. Overlap is part of the measured shares. Products of a model with a small hidden
-size take as long as their operands take to be read and written.
+The terms are added. Overlap is part of the measured shares.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from dms_train.planning import activations
 from dms_train.planning.gpus import Calibration, Gpu
-from dms_train.planning.memory import PipelineStage
+from dms_train.planning.memory import PipelineStage, layer_products
 from dms_train.planning.pipeline import bubble
 
 _GPUS_PER_NODE = 8
@@ -22,24 +20,12 @@ _ATTENTION_BACKWARD = 2.5  # in forward passes of the attention
 _UPDATE_BYTES = 28
 
 
-class Product(NamedTuple):
-    """Matrix products of one kind.
-
-    Attributes:
-        flops: Operations.
-        operand_bytes: Bytes of both factors and of the result, once for every product.
-    """
-
-    flops: float
-    operand_bytes: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Work of one process in one step, independent of any speed.
 
     Attributes:
-        products: Matrix products by kind.
+        matmul_flops: Operations of matrix products.
         attention_flops: Operations of attention.
         traffic_bytes: Bytes that layers keep, once for every pass.
         update_bytes: Bytes that the optimizer reads and writes.
@@ -47,17 +33,12 @@ class Work:
         network_bytes: Bytes sent to other nodes.
     """
 
-    products: tuple[Product, ...] = ()
+    matmul_flops: float = 0.0
     attention_flops: float = 0.0
     traffic_bytes: float = 0.0
     update_bytes: float = 0.0
     link_bytes: float = 0.0
     network_bytes: float = 0.0
-
-    @property
-    def matmul_flops(self) -> float:
-        """Operations of all matrix products."""
-        return sum(product.flops for product in self.products)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +86,7 @@ def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
     work = work_of(stage)
     peak = gpu.tflops * _TERA
     compute = {
-        "matmul": _products_time(work, gpu, c),
+        "matmul": work.matmul_flops / (peak * c.matmul_efficiency),
         "attention": work.attention_flops / (peak * c.attention_efficiency),
         "traffic": work.traffic_bytes * c.traffic_factor / (gpu.memory_tbs * _TERA),
     }
@@ -119,51 +100,27 @@ def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
     )
 
 
-def _products_time(work: Work, gpu: Gpu, c: Calibration) -> float:
-    compute = gpu.tflops * _TERA * c.matmul_efficiency
-    memory = gpu.memory_tbs * _TERA * c.operand_efficiency
-    return sum(max(p.flops / compute, p.operand_bytes / memory) for p in work.products)
-
-
 def work_of(stage: PipelineStage) -> Work:
     """Count the work of a process of a pipeline stage in one step."""
     m, a, count = stage.microbatch, stage.microbatch.architecture, stage.microbatches
     recompute = m.parallel.recompute_granularity
     layers = stage.layers * stage.vp
     forwards = 1 + (recompute == "full") + m.distills
+    head = 2 * activations.padded_vocab(a) * a.hidden_size / m.tp * stage.is_last
+    products = 2 * layers * layer_products(a) / m.tp
+    matmul = m.tokens * (products * (forwards + 2) + head * (3 + m.distills))
     attention = layers * 4 * a.num_attention_heads / m.tp * a.kv_channels
     attention *= m.tokens * (m.length + 1) / 2
     passes = forwards + (recompute == "selective") + _ATTENTION_BACKWARD
     kept = layers * activations.layer(m, None) + activations.head_kept(m) * stage.is_last
     links, network = _communication(stage)
     return Work(
-        products=_products(stage, forwards),
+        matmul_flops=count * matmul,
         attention_flops=count * attention * passes,
         traffic_bytes=count * kept * (forwards + 1),
         update_bytes=stage.parameters * (_UPDATE_BYTES / stage.copies + 2 * 4),
         link_bytes=links,
         network_bytes=network,
-    )
-
-
-def _products(stage: PipelineStage, forwards: int) -> tuple[Product, ...]:
-    """Return the products of a step; each has a backward pass of two products of its size."""
-    m, a = stage.microbatch, stage.microbatch.architecture
-    layers, h = stage.layers * stage.vp * (forwards + 2), a.hidden_size
-    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    shapes = [  # times in a microbatch, inputs and outputs on this rank
-        (layers, h, (query + 2 * key) / m.tp),
-        (layers, query / m.tp, h),
-        (layers, h, 2 * a.ffn_hidden_size / m.tp),
-        (layers, a.ffn_hidden_size / m.tp, h),
-        ((3 + m.distills) * stage.is_last, h, activations.padded_vocab(a) / m.tp),
-    ]
-    return tuple(
-        Product(
-            flops=stage.microbatches * times * 2 * m.tokens * k * n,
-            operand_bytes=stage.microbatches * times * m.width * (m.tokens * (k + n) + k * n),
-        )
-        for times, k, n in shapes
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import COMPARED_POSITIONS
+from dms_train.evaluation.reading import texts_at_once, token_bytes
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
 from dms_train.planning.gpus import calibration
@@ -23,8 +24,8 @@ def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
     export = config.stage.export
     own = None if export.format is None else FORMATS[export.format].dtype
     width = _WIDTHS[export.dtype or own or config.parallel.params_dtype]
-    token = 2 * a.num_layers * a.num_query_groups * a.kv_channels * width
-    tokens = config.data.seq_length
+    token, length = token_bytes(a, width), config.data.seq_length
+    tokens = length * texts_at_once(a, options.samples, length)
     if options.problems is not None:
         tokens = max(tokens, options.max_num_seqs * options.max_tokens)
     model = parameter_count(a) * width + tokens * token

@@ -56,7 +56,8 @@ def serve(model: str, name: str, engine_options: EngineOptions, options: ServerO
 
 
 def warm_up(engine: InferenceEngine) -> None:
-    """Compute two tokens, so that the first request does not wait for imports and compilation."""
+    """Capture all decode steps and compute two tokens, so that no request waits for compilation."""
+    engine.capture()
     request_id = engine.add_request([0], SamplingParams(max_tokens=2, ignore_eos=True))
     while engine.has_request(request_id):
         engine.step()

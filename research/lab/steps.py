@@ -30,7 +30,7 @@ _VALIDATION = 200  # samples beyond those of the training, for its validation sp
 # Options that do not change results, at any value.
 _SAME_RESULTS = (
     *("--workers=", "--config-dir=", "model.max_num_seqs=", "data.micro_batch_size="),
-    "parallel.cuda_graph=",
+    *("parallel.cuda_graph=", "model.cache_bytes=", "--cache-bytes="),
 )
 
 

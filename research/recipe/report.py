@@ -3,85 +3,118 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dms_train.evaluation.scaling.results import load
+from dms_train.evaluation.analysis.charts import needle_chart
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
-from research.recipe.steps import (
-    ORIGINAL,
-    Settings,
-    Task,
-    exports,
-    needle_contexts,
-    needles_folder,
-    perplexity_file,
-    results,
-)
+from research.recipe.measured import cells, measured
+from research.recipe.steps import Settings, exports
 
-_METRICS = ("acc_norm", "acc", "exact_match", "pass@1")  # the first one that a task has
-_VALIDATED = ("cr_factor", "kl_nats_per_token", "top1_agreement")
-_PERPLEXITY = ("perplexity", "of continuations")
-_Z = 1.96  # of a 95% interval
+_VALIDATED = {"cr_factor": "cr_factor", "kl_nats_per_token": "KL", "top1_agreement": "top-1"}
+_NOTES = """\
+`cr_factor`, `KL` (nats per token) and `top-1` compare an export with the original on text of the
+original that was not trained on. `cr_factor, tasks` and `peak tokens` are those of the benchmarks;
+peak tokens are the mean over requests of the most tokens that a layer and KV head holds. Scores
+have 95% intervals; `choices` is the mean over the tasks of multiple choice, each with the same
+weight. Its difference to the original is paired over documents, with a 95% interval.
+"""
+_POLICY_NOTE = """\
+Rows such as `h2o_cr4` are the original with a cache policy. Its budget is the length of each
+request, the prompt with the longest possible answer, divided by the ratio; a longer prompt has a
+larger budget. Policies that evict at the end of a prompt read all of it until then. `quest` keeps
+all tokens, and a generated token reads a share of them.
+"""
 
 
 def write_report(settings: Settings) -> Path:
-    """Write `report.md`, and the results of each export to its model card; return the report."""
-    names = [ORIGINAL, *exports(settings)]
-    tasks = settings.recipe.tasks
-    validated = {name: _validated(settings, name) for name in names[1:]}
-    contexts = needle_contexts(settings)
-    header = [
-        *("model", *_VALIDATED, *(_PERPLEXITY if settings.held_out else ())),
-        *(*(f"needles {context:,}" for context in contexts), *(task.label for task in tasks)),
-    ]
-    rows = [
-        [
-            *(name, *(_number(validated.get(name, {}), key) for key in _VALIDATED)),
-            *(_perplexity(settings, name) if settings.held_out else ()),
-            *(_found(needles_folder(settings, context, name)) for context in contexts),
-            *(_score(results(settings, task, name), task) for task in tasks),
-        ]
-        for name in names
-    ]
-    table = markdown_table(header, rows)
+    """Write `report.md`, its numbers, and the results of each export to its model card.
+
+    Parts that have not finished are left out; a model card is written when its validation has.
+
+    Returns:
+        The report; `report.json` and the figure `needles.svg` are beside it.
+    """
+    numbers = measured(settings)
+    table = models_table(numbers)
+    named = {model["name"]: model for model in numbers["models"]}
     for name, export in exports(settings).items():
-        add_evaluation(export, validated[name], table)
+        if "validation" in named[name]:
+            add_evaluation(export, named[name]["validation"], table)
+    if numbers["needles"]:
+        figure = needle_chart("Needles found, percent", cells(settings))
+        (settings.root / "needles.svg").write_text(f"{figure}\n", encoding="utf-8")
+    (settings.root / "report.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     report = settings.root / "report.md"
-    report.write_text(f"# {settings.recipe.experiment}\n\n{table}\n", encoding="utf-8")
+    report.write_text(report_text(numbers), encoding="utf-8")
     return report
 
 
-def _validated(settings: Settings, name: str) -> dict[str, float]:
-    text = (settings.root / "validation" / name / "metrics.json").read_text(encoding="utf-8")
-    numbers: dict[str, float] = json.loads(text)
-    return numbers
+def report_text(numbers: Mapping[str, Any]) -> str:
+    """Return the report of the numbers of `report.json` as Markdown."""
+    parts = [f"# {numbers['experiment']}", models_table(numbers), _NOTES]
+    if any(model["policy"] != "auto" for model in numbers["models"]):
+        parts.append(_POLICY_NOTE)
+    parts += ["## Training", _trainings(numbers["trainings"])]
+    if numbers["needles"]:
+        parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _number(numbers: dict[str, float], key: str) -> str:
-    return f"{numbers[key]:.4g}" if key in numbers else "-"
+def models_table(numbers: Mapping[str, Any]) -> str:
+    """Return a row for each model; columns that no model has are left out."""
+    models = numbers["models"]
+    tasks = list(dict.fromkeys(key for model in models for key in model.get("tasks", {})))
+    contexts = list(dict.fromkeys(key for model in models for key in model["needles"]))
+    rows = [{"model": model["name"], **_row(model, tasks, contexts)} for model in models]
+    header = [column for column in rows[0] if any(row[column] != "-" for row in rows)]
+    return markdown_table(header, [[row[column] for column in header] for row in rows])
 
 
-def _perplexity(settings: Settings, name: str) -> list[str]:
-    """Return the perplexity of whole windows and of continuations."""
-    found = json.loads(perplexity_file(settings, name).read_text(encoding="utf-8"))["model"]
-    return [f"{found[part]['perplexity']:.2f}" for part in ("window", "continuation")]
+def _row(model: Mapping[str, Any], tasks: Sequence[str], contexts: Sequence[str]) -> dict[str, str]:
+    validation, kv, needles = model.get("validation", {}), model.get("kv", {}), model["needles"]
+    perplexity, choices = model.get("perplexity", {}), model.get("choices") or {}
+    longest = needles.get(contexts[-1], {}) if contexts else {}
+    return {
+        **{label: _number(validation.get(key), ".4g") for key, label in _VALIDATED.items()},
+        "cr_factor, tasks": _number(kv.get("cr_factor"), ".2f"),
+        "peak tokens": _number(kv.get("peak_tokens"), ",.0f"),
+        "perplexity": _number(perplexity.get("window", {}).get("perplexity"), ".2f"),
+        "of continuations": _number(perplexity.get("continuation", {}).get("perplexity"), ".2f"),
+        **{f"needles {int(key):,}": _interval(needles.get(key)) for key in contexts},
+        "KV reads of a token, longest needles": _number(longest.get("reads_per_token"), ",.0f"),
+        **{key: _score(model.get("tasks", {}).get(key)) for key in tasks},
+        "choices": _number(choices.get("score"), ".3f"),
+        "difference": _interval(choices.get("difference"), "+.3f"),
+    }
 
 
-def _found(folder: Path) -> str:
-    (point,) = load([folder]).points()
-    return str(point.accuracy)
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
-def _score(folder: Path, task: Task) -> str:
-    """Return the main metric of a task with its 95% interval."""
-    found: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    values = found["results"][task.name]
-    for metric in _METRICS:
-        for key, value in values.items():
-            name, _, kind = key.partition(",")
-            if name == metric:
-                error = values.get(f"{name}_stderr,{kind}", float("nan"))
-                return f"{value:.3f} +- {_Z * float(error):.3f}"
-    return "-"
+def _interval(estimate: Mapping[str, float] | None, form: str = ".3f") -> str:
+    if estimate is None:
+        return "-"
+    value, low, high = (format(estimate[name], form) for name in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def _score(score: Mapping[str, Any] | None) -> str:
+    return "-" if score is None else f"{score['score']:.3f} +- {score['half_width']:.3f}"
+
+
+def _trainings(trainings: Mapping[str, Mapping[str, float]]) -> str:
+    columns = {
+        "steps": ("steps", ",d"),
+        "tokens": ("tokens", ",d"),
+        "minutes of these steps": ("minutes", ".1f"),
+        "tokens of exports on the way": ("tokens_of_held_exports", ",d"),
+    }
+    rows = [
+        [name, *(_number(run[key], form) for key, form in columns.values())]
+        for name, run in trainings.items()
+    ]
+    return markdown_table(["run", *columns], rows)

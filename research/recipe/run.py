@@ -9,8 +9,12 @@ results to the model card of each export. Every step is a command of this projec
 to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--minutes` the
-running command is told to stop, and the exit code is 3; the same command continues. Training and
-sampling keep their progress, and a measurement starts over.
+running command is told to stop, the report has what is finished, and the exit code is 3; the same
+command continues. Training,
+sampling and needles keep their progress, and benchmarks the tasks that have finished. Other
+measurements start over.
+
+`--policies` evaluates the original with other cache policies too, and `--dmc` trains with DMC too.
 
 `toy` takes a few steps with the embedded model on a CPU. It shows the procedure and says nothing
 about quality.
@@ -19,15 +23,21 @@ about quality.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+
+import torch
 
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from research.lab.arguments import count, duration
+from research.lab.arguments import count, duration, list_of
 from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
-from research.recipe.report import write_report
-from research.recipe.steps import RECIPES, Settings, steps
+from research.recipe.evaluations import steps
+from research.recipe.report import report_text, write_report
+from research.recipe.steps import RECIPES, Settings, check_policies, trainings
+
+_CACHES = 0.6  # share of a GPU's memory that the caches of concurrent evaluations take
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -35,7 +45,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     for path in (*args.text, *filter(None, single)):
         if not path.exists():
             raise EvaluationError(f"{path}: no such file or folder; correct the path")
-    return Settings(
+    settings = Settings(
         recipe=RECIPES[args.name],
         root=args.folder or Path("outputs") / args.name,
         model=args.model,
@@ -48,20 +58,39 @@ def _settings(args: argparse.Namespace) -> Settings:
         benchmarks=args.benchmarks,
         held_out=args.held_out,
         haystack=args.haystack,
+        cache_bytes=_cache_bytes(args.jobs, resolve_device(args.device)),
+        policies=args.policies,
+        ratios=args.policy_ratios,
+        dmc=args.dmc,
     )
+    check_policies(settings)
+    return settings
+
+
+def _cache_bytes(jobs: int, device: str) -> int | None:
+    """Return the size of the cache of each of several evaluations on one GPU."""
+    if device == "cpu" or jobs == 1:
+        return None
+    return int(_CACHES * torch.cuda.get_device_properties(device).total_memory / jobs)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.table is not None:
+        print(report_text(json.loads(args.table.read_text(encoding="utf-8"))), end="")
+        return 0
+    if args.name is None:
+        raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
     settings = _settings(args)
     gpus = visible_gpus()[:1] if settings.device != "cpu" else ()
     seconds = None if args.minutes is None else 60 * args.minutes
-    lab = Lab(settings.root, jobs=1, gpus=gpus, seconds=seconds)
+    lab = Lab(settings.root, jobs=args.jobs, gpus=gpus, seconds=seconds)
     with sigterm_ends(lab):
         finished = lab.run(steps(settings))
+    if all((settings.root / "state" / f"{name}.done").is_file() for name in trainings(settings)):
+        print(write_report(settings), flush=True)
     if not finished:
         print("the time is over; the same command continues", flush=True)
         return UNFINISHED
-    print(write_report(settings))
     return 0
 
 
@@ -72,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("name", choices=RECIPES, help="recipe")
+    add("name", nargs="?", choices=RECIPES, help="recipe")
     add("--folder", type=Path, help="default outputs/NAME")
     add("--minutes", type=duration, help="stop then; the same command continues")
     add("--model", type=Path, help="directory of the model, in place of a download")
@@ -85,6 +114,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=count, default=1000, help="documents of each task (%(default)s)")
     kinds = ("auto", "cpu", "cuda")
     add("--device", choices=kinds, default="auto", help="auto takes a GPU if there is one")
+    add("--jobs", type=count, default=1, help="evaluations at the same time (%(default)s)")
+    policies = "cache policies for the original, such as h2o,tova:prefill=dense"
+    add("--policies", type=list_of(str), default=(), metavar="A,B", help=policies)
+    ratios = "their compression ratios (4,8)"
+    add("--policy-ratios", type=list_of(count), default=(4, 8), metavar="N,M", help=ratios)
+    add("--dmc", action="store_true", help="also train with Dynamic Memory Compression")
+    add("--table", type=Path, metavar="FILE", help="print the report of a report.json instead")
     add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
     return parser
 

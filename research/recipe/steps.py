@@ -1,20 +1,27 @@
-"""Commands of a recipe, in order."""
+"""Recipes of real models: their data and their training."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dms_train.cli.config_source import ASSETS_DIR, compose
+from dms_train.inference.policies.registry import check_policy, parse_options
 from research.lab.steps import Step
 
 ROOT = Path(__file__).parents[2]
 ORIGINAL = "original"
 _FETCH = (str(ROOT / "scripts" / "fetch_models.py"),)
 _DATA = ("-m", "dms_train.data_prep.prepare")
-_TRAIN = ("-m", "dms_train")
-_VALIDATE = ("-m", "dms_train.cli.validate")
-_EVALUATE = ("-m", "research", "eval")
+TRAIN = ("-m", "dms_train")
+EVALUATE = ("-m", "research", "eval")
+NEEDLES = ("-m", "research", "recipe-needles")
+_DMC = (  # the defaults of the method in place of the experiment's, and fewer exports
+    *("method=dmc", "method.window=0", "stage.export.format=dmc"),
+    "stage.hold.branch_ratios=[4]",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +31,17 @@ class Task:
     Attributes:
         name: Name of the task.
         shots: Examples before each question; None takes the task's own.
+        limit: Most documents of the task, or of each part of a group; None sets no limit.
     """
 
     name: str
     shots: int | None = None
+    limit: int | None = None
 
     @property
-    def label(self) -> str:
-        """Name of its results."""
-        return self.name if self.shots is None else f"{self.name}_{self.shots}"
+    def key(self) -> str:
+        """Name in the results of `dms-eval harness`."""
+        return self.name if self.shots is None else f"{self.name}@{self.shots}"
 
 
 _TASKS = (
@@ -41,8 +50,10 @@ _TASKS = (
     Task(name="arc_challenge", shots=25),
     Task(name="piqa", shots=20),
     Task(name="winogrande", shots=5),
+    Task(name="openbookqa", shots=5),
     Task(name="lambada_openai", shots=0),
     Task(name="lambada_openai", shots=10),
+    Task(name="mmlu", shots=5, limit=20),  # of each of 57 parts
 )
 
 
@@ -59,6 +70,7 @@ class Recipe:
         tasks: Tasks of the evaluation.
         published: Name of the model's published scores; None without.
         contexts: Lengths of prompts with needles, in tokens.
+        needles: Number of prompts of each length.
         train: Overrides of the experiment.
         samples: Validation sequences of each export.
     """
@@ -71,6 +83,7 @@ class Recipe:
     tasks: tuple[Task, ...] = _TASKS
     published: str | None = None
     contexts: tuple[int, ...] = (1024, 2048, 4096)
+    needles: int = 100
     train: tuple[str, ...] = ()
     samples: int = 64
 
@@ -86,7 +99,7 @@ RECIPES = {
         experiment="qwen25_coder_0_5b",
         source="qwen25-coder-0.5b-instruct",
         prompts=10_000,
-        tasks=(*_TASKS, Task(name="gsm8k", shots=5)),
+        tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
         contexts=(1024, 2048, 4096, 8192),
     ),
     "toy": Recipe(
@@ -132,6 +145,10 @@ class Settings:
         benchmarks: Folder of `dms-eval data`; None writes it.
         held_out: Text for the perplexity; None leaves it out.
         haystack: Text that hides the needles; None leaves them out.
+        cache_bytes: Most bytes of the cache of each evaluation; None takes what the GPU has.
+        policies: Cache policies for the original, as `NAME` or `NAME:OPTION=VALUE`.
+        ratios: Compression ratios of these policies.
+        dmc: Also train with Dynamic Memory Compression, on the same data.
     """
 
     recipe: Recipe
@@ -146,6 +163,10 @@ class Settings:
     benchmarks: Path | None
     held_out: Path | None
     haystack: Path | None
+    cache_bytes: int | None
+    policies: tuple[str, ...]
+    ratios: tuple[int, ...]
+    dmc: bool
 
     @property
     def original(self) -> Path:
@@ -156,61 +177,102 @@ class Settings:
             return ASSETS_DIR / "exam_teacher"
         return Path("models") / self.recipe.source
 
-    @property
-    def run(self) -> Path:
-        """Run folder of the training."""
-        return self.root / "train"
+
+class Model(NamedTuple):
+    """Model with a cache policy; a row of the report.
+
+    Attributes:
+        name: Name of its folders and steps.
+        path: Directory.
+        policy: Name of the policy; `auto` is what the model was trained for.
+        options: Options of the policy, `KEY=VALUE`.
+    """
+
+    name: str
+    path: Path
+    policy: str = "auto"
+    options: tuple[str, ...] = ()
 
 
-def steps(settings: Settings) -> list[Step]:
-    """Return all steps; each follows those that it needs."""
-    data = [*_fetched(settings), *_data(settings)]
-    words = [*_TRAIN, *overrides(settings)]
-    train = Step(name="train", words=lambda: words, needs=tuple(step.name for step in data))
-    models = {ORIGINAL: settings.original} | exports(settings)
-    return [
-        *data,
-        train,
-        *(_validation(settings, name) for name in exports(settings)),
-        *_benchmarks(settings),
-        *(
-            _evaluation(settings, task, name, model)
-            for task in settings.recipe.tasks
-            for name, model in models.items()
-        ),
-        *(
-            _perplexity(settings, name, model)
-            for name, model in models.items()
-            if settings.held_out
-        ),
-        *(
-            _needles(settings, context, name, model)
-            for context in needle_contexts(settings)
-            for name, model in models.items()
-        ),
-    ]
+def training_steps(settings: Settings) -> list[Step]:
+    """Return the steps up to the exports; the training follows all others and has the GPU alone."""
+    data = [*_fetched(settings), *_data(settings), *_benchmarks(settings)]
+    needs = tuple(step.name for step in data)
+    trained = []
+    for name, given in trainings(settings).items():
+        trained.append(_training(name, given, needs))
+        needs = (name,)  # one training at a time
+    return [*data, *trained]
 
 
-def overrides(settings: Settings) -> list[str]:
-    """Return the overrides of `dms-train`."""
+def _training(name: str, given: list[str], needs: tuple[str, ...]) -> Step:
+    return Step(name=name, words=lambda: [*TRAIN, *given], needs=needs)
+
+
+def trainings(settings: Settings) -> dict[str, list[str]]:
+    """Return the overrides of `dms-train` by the name of the step: DMS, and DMC if asked for."""
+    own = {"train": _overrides(settings, "train")}
+    return own | (
+        {"train_dmc": [*_overrides(settings, "train_dmc"), *_DMC]} if settings.dmc else {}
+    )
+
+
+def _overrides(settings: Settings, folder: str) -> list[str]:
     shards = _shards(settings)
     return [
         f"experiment={settings.recipe.experiment}",
         f"model.path={settings.original}",
         f"data.paths=[{','.join(str(settings.root / 'data' / name) for name in shards)}]",
         f"data.weights=[{','.join(str(weight) for weight in shards.values())}]",
-        f"run.dir={settings.run}",
+        f"run.dir={settings.root / folder}",
         *settings.recipe.train,
     ]
 
 
 def exports(settings: Settings) -> dict[str, Path]:
-    """Return the directory of each export by its name, such as `cr2`."""
-    stage = compose(overrides(settings)).stage
-    target = stage.retrofit.target_cr
-    on_the_way = [ratio for ratio in stage.hold.branch_ratios or () if ratio < target]
-    names = {f"cr{ratio}": f"cr{ratio}" for ratio in on_the_way} | {f"cr{target:g}": "final"}
-    return {name: settings.run / "exports" / folder / "hf" for name, folder in names.items()}
+    """Return the directory of each export by its name, such as `cr2` or `dmc_cr4`."""
+    found = {}
+    for training, given in trainings(settings).items():
+        config = compose(given)
+        target = config.stage.retrofit.target_cr
+        prefix = training.removeprefix("train").removeprefix("_")
+        folders = {
+            f"cr{ratio}": f"cr{ratio}"
+            for ratio in config.stage.hold.branch_ratios or ()
+            if ratio < target
+        }
+        for name, folder in (folders | {f"cr{target:g}": "final"}).items():
+            export = Path(config.run.dir) / "exports" / folder / "hf"
+            found["_".join(filter(None, (prefix, name)))] = export
+    return found
+
+
+def models(settings: Settings) -> list[Model]:
+    """Return the original, the exports, and the original with each policy at each ratio."""
+    trained = [Model(ORIGINAL, settings.original)]
+    trained += [Model(name, path) for name, path in exports(settings).items()]
+    return [*trained, *_with_policies(settings)]
+
+
+def _with_policies(settings: Settings) -> list[Model]:
+    rows = []
+    for given in settings.policies:
+        policy, *options = given.split(":")
+        name = re.sub(r"\W+", "_", given)
+        for ratio in settings.ratios:
+            words = (f"cr={ratio}", *options)
+            rows.append(Model(f"{name}_cr{ratio}", settings.original, policy, words))
+    return rows
+
+
+def check_policies(settings: Settings) -> None:
+    """Refuse policies that do not exist, or take no compression ratio.
+
+    Raises:
+        InferenceError: The line names the policy and its options.
+    """
+    for model in _with_policies(settings):
+        check_policy(model.policy, parse_options(model.options))
 
 
 def _fetched(settings: Settings) -> list[Step]:
@@ -267,84 +329,14 @@ def _written_prompts(settings: Settings) -> Step:
     return Step(name="prompts", words=lambda: words)
 
 
-def _validation(settings: Settings, name: str) -> Step:
-    """Return the step that compares an export with the original on the model's own text."""
-    config = compose(overrides(settings))
-    words = [
-        *(*_VALIDATE, str(exports(settings)[name]), "--teacher", str(settings.original)),
-        *("--data", str(settings.root / "data" / "sampled"), "--split", config.data.split),
-        *("--seq-length", str(config.data.seq_length), "--samples", str(settings.recipe.samples)),
-        *("--device", settings.device, "--output", str(settings.root / "validation" / name)),
-    ]
-    return Step(name=f"validate_{name}", words=lambda: words, needs=("train",))
-
-
 def _benchmarks(settings: Settings) -> list[Step]:
     """Return the step that downloads the documents of the tasks, unless they are there."""
     if settings.benchmarks is not None or not settings.recipe.tasks:
         return []
-    words = [*_EVALUATE, "data", "--out", str(_documents(settings))]
+    words = [*EVALUATE, "data", "--out", str(documents(settings))]
     return [Step(name="benchmarks", words=lambda: words)]
 
 
-def _documents(settings: Settings) -> Path:
+def documents(settings: Settings) -> Path:
+    """Return the folder with the documents of the tasks."""
     return settings.benchmarks or settings.root / "benchmarks"
-
-
-def results(settings: Settings, task: Task, name: str) -> Path:
-    """Return the folder of a model's results."""
-    return settings.root / "eval" / name / task.label
-
-
-def _evaluation(settings: Settings, task: Task, name: str, model: Path) -> Step:
-    """Return the step that evaluates a model on a task, beside the results of the original."""
-    words = [
-        *(*_EVALUATE, "harness", str(model), "--tasks", task.name),
-        *("--data", str(_documents(settings)), "--limit", str(settings.limit)),
-        *("--device", settings.device, "--max-num-seqs", str(settings.rows)),
-        *("--output", str(results(settings, task, name))),
-        # for the intervals of differences; and an interrupted step starts over
-        *("--log-samples", "--overwrite"),
-    ]
-    if settings.recipe.published is not None:
-        words += ["--published", settings.recipe.published]
-    if task.shots is not None:
-        words += ["--num-fewshot", str(task.shots)]
-    needs = ["train", *(step.name for step in _benchmarks(settings))]
-    if name != ORIGINAL:
-        words += ["--original", str(results(settings, task, ORIGINAL))]
-        needs.append(f"evaluate_{ORIGINAL}_{task.label}")
-    return Step(name=f"evaluate_{name}_{task.label}", words=lambda: words, needs=tuple(needs))
-
-
-def perplexity_file(settings: Settings, name: str) -> Path:
-    """Return the file with the perplexity of a model."""
-    return settings.root / "perplexity" / f"{name}.json"
-
-
-def _perplexity(settings: Settings, name: str, model: Path) -> Step:
-    words = [
-        *(*_EVALUATE, "perplexity", str(model), "--text", str(settings.held_out)),
-        *("--device", settings.device, "--output", str(perplexity_file(settings, name))),
-    ]
-    return Step(name=f"perplexity_{name}", words=lambda: words, needs=("train",))
-
-
-def needle_contexts(settings: Settings) -> tuple[int, ...]:
-    """Return the lengths of prompts with needles; none without a text for them."""
-    return settings.recipe.contexts if settings.haystack else ()
-
-
-def needles_folder(settings: Settings, context: int, name: str) -> Path:
-    """Return the folder with the results of a model on prompts of this length."""
-    return settings.root / "needles" / str(context) / name
-
-
-def _needles(settings: Settings, context: int, name: str, model: Path) -> Step:
-    words = [
-        *(*_EVALUATE, f"model.path={model}", f"model.device={settings.device}"),
-        *("task.name=niah", f"task.haystack={settings.haystack}", "task.count=100"),
-        *(f"task.context_length={context}", f"model.max_num_seqs={min(settings.rows, 32)}"),
-        f"run.dir={needles_folder(settings, context, name)}",
-    ]
-    return Step(name=f"needles_{context}_{name}", words=lambda: words, needs=("train",))

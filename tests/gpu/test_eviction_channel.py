@@ -78,6 +78,37 @@ def test_swiglu() -> None:
     assert eviction_channel_cases.worst_swiglu(GPU) < 1e-5
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(("t", "c"), [(1, 16), (9001, 64), (700, 130), (5000, 576), (300, 9000)])
+def test_rms_norm_and_its_gradients(
+    t: int, c: int, dtype: torch.dtype, limit: float, added: bool
+) -> None:
+    from tests.support import eviction_channel_cases
+
+    assert eviction_channel_cases.worst_norm(GPU, dtype, t, c, added=added) < limit
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+def test_gradients_of_rms_norm_repeat_bit_for_bit(added: bool) -> None:
+    from dms_train.kernels.layers import triton_norm
+
+    generator = torch.Generator(GPU).manual_seed(0)
+    x, update, d_out = torch.randn(3, 4096, 576, device=GPU, generator=generator).bfloat16()
+    weight = torch.ones(576, device=GPU).bfloat16().requires_grad_()
+    x.requires_grad_()
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        if added:
+            return torch.autograd.grad(
+                triton_norm.add_norm(x, update, weight, 1e-5), (x, weight), (d_out, d_out)
+            )
+        return torch.autograd.grad(triton_norm.rms_norm(x, weight, 1e-5), (x, weight), d_out)
+
+    for first, second in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(first, second)
+
+
 def test_weight_gradients_are_added_to_the_fp32_buffer_by_the_product() -> None:
     from dms_train.mcore import compat
 

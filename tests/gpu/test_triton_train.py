@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.train_cases import Shape, distances, exact, leaves, outcome
+from tests.support.train_cases import Shape, distances, exact, leaves, outcome, positions_first
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +61,27 @@ def test_programs_that_walk_over_a_group_in_sections(d, packed) -> None:
     inputs, d_out = leaves(shape, "cuda")
     with forced(plan._replace(processors=1, cache_bytes=1 << 20)):
         found = outcome(dms_attention, inputs, d_out, shape, shape.cu_seqlens("cuda"))
+    assert max(distances(found, exact(inputs, d_out, shape))) < ERRORS[shape.dtype]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tiles_of_64_keys(packed) -> None:
+    documents = (500, 0, 700, 33) if packed else ()
+    shape = Shape(1 if packed else 2, 1233, 9, 3, 64, 100, torch.bfloat16, documents)
+    plan = plan_tiles(shape.dtype, 64, torch.device("cuda"))
+    inputs, d_out = leaves(shape, "cuda")
+    with forced(plan._replace(forward=plan.forward._replace(block_n=64))):
+        found = outcome(dms_attention, inputs, d_out, shape, shape.cu_seqlens("cuda"))
+    assert max(distances(found, exact(inputs, d_out, shape))) < ERRORS[shape.dtype]
+
+
+@pytest.mark.parametrize("d", [64, 123, 192])
+def test_the_output_has_the_order_of_the_queries(d) -> None:
+    shape = Shape(3, 700, 9, 3, d, 100, torch.bfloat16)
+    inputs, d_out = leaves(shape, "cuda")
+    inputs = [*map(positions_first, inputs[:3]), inputs[3]]
+    found = outcome(dms_attention, inputs, positions_first(d_out), shape, None)
+    assert found[0].transpose(0, 1).is_contiguous()
     assert max(distances(found, exact(inputs, d_out, shape))) < ERRORS[shape.dtype]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -15,10 +16,13 @@ from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
 from research.lab.run import UNFINISHED
+from research.lab.steps import as_text
 from research.recipe import run as recipe
+from research.recipe.evaluations import results, steps
 from research.recipe.prompts import prompts
 from research.recipe.report import write_report
-from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, exports, results, steps
+from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, exports
+from tests.support import hub_model
 
 pytestmark = pytest.mark.timeout(1200)
 REAL = ("smollm2_135m", "qwen25_coder_0_5b")
@@ -38,6 +42,10 @@ def settings(root: Path, name: str = "smollm2_135m", **changes: object) -> Setti
         benchmarks=None,
         held_out=None,
         haystack=None,
+        cache_bytes=None,
+        policies=(),
+        ratios=(4, 8),
+        dmc=False,
     )
     return replace(given, **changes)
 
@@ -78,16 +86,17 @@ def test_every_listed_ratio_has_an_export_and_every_model_every_task(
     chosen = settings(tmp_path, name)
     ratios = ["cr2", "cr3", "cr4", "cr6", "cr8"]
     assert list(exports(chosen)) == ratios
-    assert exports(chosen)["cr8"] == chosen.run / "exports" / "final" / "hf"
+    assert exports(chosen)["cr8"] == tmp_path / "train" / "exports" / "final" / "hf"
     made = {step.name: step.words() for step in steps(chosen)}
-    for task in chosen.recipe.tasks:
-        for model in (ORIGINAL, *ratios):
-            given = made[f"evaluate_{model}_{task.label}"]
-            assert ("--original" in given) == (model != ORIGINAL)
-            if task.shots is not None:
-                assert given[given.index("--num-fewshot") + 1] == str(task.shots)
-            if name == "smollm2_135m":
-                assert given[given.index("--published") + 1] in published_scores()
+    tasks = "hellaswag@10,arc_easy@25,arc_challenge@25,piqa@20,winogrande@5,openbookqa@5"
+    tasks += ",lambada_openai@0,lambada_openai@10,mmlu@5:10"  # settings.limit is below 20
+    for model in (ORIGINAL, *ratios):
+        given = made[f"evaluate_{model}"]
+        assert ("--original" in given) == (model != ORIGINAL)
+        further = {"smollm2_135m": "", "qwen25_coder_0_5b": ",gsm8k@5,gsm8k_cot"}[name]
+        assert given[given.index("--tasks") + 1] == tasks + further
+        if name == "smollm2_135m":
+            assert given[given.index("--published") + 1] in published_scores()
     assert made["fetch"][-2:] == [chosen.recipe.source, "--download"]
 
 
@@ -97,12 +106,73 @@ def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None
     for name in (ORIGINAL, "cr2", "cr8"):
         words = made[f"perplexity_{name}"]
         assert words[words.index("--text") + 1] == "wikitext.txt"
-        for context in (1024, 2048, 4096):
-            options = compose_evaluation(made[f"needles_{context}_{name}"][3:])
-            assert options.task.haystack == "essays.txt"
-            assert options.task.context_length == context
+        words = made[f"needles_{name}"]
+        assert words[2:6] == [
+            *("recipe-needles", str(tmp_path / "needles" / name)),
+            *("--contexts", "1024,2048,4096"),
+        ]
+        assert compose_evaluation(words[6:]).task.haystack == "essays.txt"
     plain = [step.name for step in steps(settings(tmp_path))]
     assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
+
+
+def test_policies_run_on_the_original_at_every_ratio(tmp_path: Path, capsys) -> None:
+    files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
+    chosen = settings(tmp_path, policies=("h2o", "tova:prefill=dense"), **files)
+    made = {step.name: step.words() for step in steps(chosen)}
+    names = ["h2o_cr4", "h2o_cr8", "tova_prefill_dense_cr4", "tova_prefill_dense_cr8"]
+    for kind in ("evaluate", "perplexity", "needles"):
+        assert [name for name in made if name.startswith(kind)][-4:] == [
+            f"{kind}_{name}" for name in names
+        ]
+    given = made["evaluate_tova_prefill_dense_cr4"]
+    assert str(chosen.original) in given
+    start = given.index("--policy")
+    assert given[start : start + 6] == [
+        *("--policy", "tova", "--policy-option", "cr=4", "--policy-option", "prefill=dense")
+    ]
+    options = compose_evaluation(made["needles_h2o_cr8"][6:])
+    assert (options.policy.name, options.policy.cr) == ("h2o", 8)
+    for policy, fact in (("window", "cr"), ("h2o:sinks=2", "sinks"), ("quset", "quset")):
+        assert recipe.main(words(tmp_path / "out", "--policies", policy)) == 2
+        assert fact in capsys.readouterr().err
+
+
+def test_dmc_trains_after_dms_on_the_same_data_with_the_same_steps(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, dmc=True)
+    made = {step.name: step for step in steps(chosen)}
+    dms, dmc = (compose(made[name].words()[2:]) for name in ("train", "train_dmc"))
+    assert made["train_dmc"].needs == ("train",)
+    assert set(made["evaluate_original"].needs) == {"train", "train_dmc"}
+    assert (dms.method.kind, dmc.method.kind) == ("dms", "dmc")
+    assert dmc.method.window == 0
+    assert dmc.data == dms.data
+    assert dmc.stage.zero_neuron == dms.stage.zero_neuron
+    assert dmc.stage.retrofit == dms.stage.retrofit
+    assert dmc.run.dir == str(tmp_path / "train_dmc")
+    assert list(exports(chosen))[-2:] == ["dmc_cr4", "dmc_cr8"]
+    assert exports(chosen)["dmc_cr4"] == tmp_path / "train_dmc" / "exports" / "cr4" / "hf"
+    assert exports(chosen)["dmc_cr8"] == tmp_path / "train_dmc" / "exports" / "final" / "hf"
+    assert {"validate_dmc_cr4", "evaluate_dmc_cr8"} <= made.keys()
+
+
+def test_training_runs_alone_and_evaluations_share_the_gpu(tmp_path: Path) -> None:
+    files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
+    alone, shared = (steps(settings(tmp_path, cache_bytes=b, **files)) for b in (None, 10**9))
+    order = [step.name for step in shared]
+    before = {"fetch", "prompts", "sampled", "benchmarks", "train"}
+    for one, other in zip(alone, shared, strict=True):
+        if one.name in before:
+            assert one.words() == other.words()
+            continue
+        assert "train" in other.needs
+        assert [word for word in other.words() if word.endswith("cache-bytes=1000000000")] or (
+            "model.cache_bytes=1000000000" in other.words()
+        )
+        assert as_text(one.words()) == as_text(other.words()), "the marks stay valid"
+    train = next(step for step in shared if step.name == "train")
+    assert set(train.needs) == before - {"train"}
+    assert before <= set(order)
 
 
 def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
@@ -123,7 +193,7 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
     data = compose(made["train"][2:]).data
     assert data.paths == (f"{tmp_path}/data/sampled", f"{tmp_path}/data/text")
     assert data.weights == (0.5, 0.5)
-    evaluated = made[f"evaluate_{ORIGINAL}_hellaswag_10"]
+    evaluated = made[f"evaluate_{ORIGINAL}"]
     assert evaluated[evaluated.index("--data") + 1] == "benchmarks"
 
 
@@ -155,29 +225,121 @@ def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path, capsys) 
     assert not (tmp_path / "out").exists()
 
 
+def own_model(folder: Path) -> list[str]:
+    """Write a small model that can read any text, prompts, questions and a haystack for it."""
+    hub_model.write_model(folder / "hub")
+    config = json.loads((folder / "hub" / "config.json").read_text())
+    (folder / "hub" / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 2048})
+    )
+    texts = hub_model.texts(300, 5)
+    prompts = [json.dumps({"prompt": text[:60]}) for text in texts[:12]]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    (folder / "essays.txt").write_text("\n".join(texts))
+    questions = folder / "benchmarks" / "allenai" / "ai2_arc" / "ARC-Easy"
+    questions.mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        lines = [json.dumps(question(number, text)) for number, text in enumerate(texts[:6])]
+        (questions / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    given = [("model", "hub"), ("prompts", "prompts.jsonl"), ("haystack", "essays.txt")]
+    given.append(("benchmarks", "benchmarks"))
+    return [word for name, file in given for word in (f"--{name}", str(folder / file))]
+
+
+def question(number: int, text: str) -> dict[str, object]:
+    choices = {"text": ["river", "stone", "bird", "old"], "label": list("ABCD")}
+    key = "ABCD"[number % 4]
+    return {"id": str(number), "question": text[:40], "choices": choices, "answerKey": key}
+
+
+@pytest.mark.slow
+def test_policies_and_dmc_are_rows_of_the_report(tmp_path: Path, monkeypatch) -> None:
+    """Numbers of the report are recomputed from samples and from records of the training."""
+    tasks = (Task(name="arc_easy", shots=0, limit=3), Task(name="arc_easy", shots=2))
+    toy = replace(RECIPES["toy"], tasks=tasks, contexts=(700, 800), needles=8)
+    monkeypatch.setitem(RECIPES, "toy", toy)
+    given = [*own_model(tmp_path), "--policies", "tova:prefill=dense,quest", "--policy-ratios", "4"]
+    folder = tmp_path / "out"
+    assert recipe.main(words(folder, *given, "--dmc", "--jobs", "2")) == 0
+    numbers = json.loads((folder / "report.json").read_text())
+    models = {model["name"]: model for model in numbers["models"]}
+    names = [ORIGINAL, "cr2", "cr3", "dmc_cr3", "tova_prefill_dense_cr4", "quest_cr4"]
+    assert list(models) == names
+    report = (folder / "report.md").read_text()
+    for name in names:
+        assert f"\n| {name} |" in report
+        assert models[name]["tasks"]["arc_easy@0"]["documents"] == 3
+        means = []
+        for task in ("arc_easy@0", "arc_easy@2"):
+            own, original = (
+                [
+                    json.loads(line)["acc_norm"]
+                    for line in (folder / "eval" / each / f"samples_{task}.jsonl").open()
+                ]
+                for each in (name, ORIGINAL)
+            )
+            assert models[name]["tasks"][task]["score"] == pytest.approx(statistics.mean(own))
+            means.append(statistics.mean(own) - statistics.mean(original))
+        if name != ORIGINAL:
+            difference = models[name]["choices"]["difference"]
+            assert difference["value"] == pytest.approx(statistics.mean(means))
+            assert difference["low"] <= difference["value"] <= difference["high"]
+        cells = [cell for cell in numbers["needles"] if cell["label"] == name]
+        for context in (700, 800):
+            parts = [cell for cell in cells if cell["length"] == context]
+            found = sum(cell["accuracy"] * cell["documents"] for cell in parts)
+            assert models[name]["needles"][str(context)]["value"] == pytest.approx(found / 8)
+    kept = {name: models[name]["kv"]["peak_tokens"] for name in names}
+    assert kept["quest_cr4"] == pytest.approx(kept[ORIGINAL])
+    longest = {name: models[name]["needles"]["800"] for name in names}
+    for name in ("quest_cr4", "tova_prefill_dense_cr4"):
+        assert longest[name]["reads_per_token"] < 0.5 * longest[ORIGINAL]["reads_per_token"]
+    assert numbers["trainings"]["train"]["tokens"] == (2 + 2 * 3 + 2) * 2 * 32
+    assert numbers["trainings"]["train"]["tokens_of_held_exports"] == 2 * 2 * 32
+    assert numbers["trainings"]["train_dmc"]["minutes"] > 0
+    assert (folder / "needles.svg").read_text().startswith("<svg")
+
+
 def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> None:
     tasks = (Task(name="hellaswag", shots=10), Task(name="lambada_openai"))
     chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=tasks))
     scores = {
-        "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.01},
+        "hellaswag@10": {"acc,none": 0.3, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.01},
         "lambada_openai": {"perplexity,none": 20.0, "acc,none": 0.25, "acc_stderr,none": 0.02},
     }
-    for task in tasks:
-        for name in (ORIGINAL, *exports(chosen)):
-            folder = results(chosen, task, name)
-            folder.mkdir(parents=True)
-            (folder / "results.json").write_text(
-                json.dumps({"results": {task.name: scores[task.name]}})
-            )
+    for name in (ORIGINAL, *exports(chosen)):
+        folder = results(chosen, name)
+        folder.mkdir(parents=True)
+        types = {"hellaswag@10": "multiple_choice", "lambada_openai": "loglikelihood"}
+        stored = {
+            "results": scores,
+            "configs": {key: {"output_type": kind} for key, kind in types.items()},
+            "dms": {"kv": {"cr_factor": 1.5, "peak_tokens": 40.0, "cr_factors": [[1.5]]}},
+        }
+        (folder / "results.json").write_text(json.dumps(stored))
+        low_high = {"value": -0.01, "low": -0.03, "high": 0.01}
+        rows = [
+            {"task": key, "metric": metric.removesuffix(",none"), "model": value, "documents": 9}
+            | {"difference": None if name == ORIGINAL else low_high}
+            for key, values in scores.items()
+            for metric, value in values.items()
+            if "_stderr" not in metric
+        ]
+        (folder / "comparison.json").write_text(json.dumps(rows))
     for name, export in exports(chosen).items():
         folder = tmp_path / "validation" / name
         folder.mkdir(parents=True)
         (folder / "metrics.json").write_text('{"cr_factor": 2.5, "kl_nats_per_token": 0.125}')
         export.mkdir(parents=True)
+        (chosen.root / "train").mkdir(exist_ok=True)
+        training = {"step": 10, "tokens": 1200, "train/tokens_per_second": 10.0}
+        (chosen.root / "train" / "metrics.jsonl").write_text(json.dumps(training) + "\n")
         (export / "README.md").write_text("<!-- evaluation -->\n<!-- end of evaluation -->\n")
     report = write_report(chosen).read_text()
-    assert "| cr2 | 2.5 | 0.125 | - | 0.400 +- 0.020 | 0.250 +- 0.039 |" in report
-    assert "| original | - | - | - | 0.400 +- 0.020 |" in report
+    scored = "0.400 +- 0.020 | 0.250 +- 0.039 | 0.400"
+    assert f"| cr2 | 2.5 | 0.125 | 1.50 | 40 | {scored} | -0.010 [-0.030, +0.010] |" in report
+    assert f"| original | - | - | 1.50 | 40 | {scored} | - |" in report
+    assert "| train | 10 | 1,200 | 2.0 | 128 |" in report
     card = (exports(chosen)["cr2"] / "README.md").read_text()
     assert "0.400 +- 0.020" in card
     assert "0.125" in card

@@ -13,6 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from dms_train.kernels.train_attention import launch_plan
 from dms_train.kernels.train_attention import triton_hopper_backward as backward
 from dms_train.kernels.train_attention import triton_hopper_forward as forward
+from dms_train.kernels.train_attention.triton_hopper import forward_registers
 
 SCALARS = dict.fromkeys(
     ("length", "padded", "n_blocks", "window", "section", "n_heads", "group"), "i32"
@@ -25,7 +26,9 @@ def descriptor(dtype: str, *block: int) -> str:
     return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+def build(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, registers: int = 168
+) -> Any:
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
@@ -35,7 +38,7 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: 
         if types.get(name, "").startswith("*")
     }
     source = GluonASTSource(kernel, signature, fixed, aligned)
-    options = {"num_warps": warps, "maxnreg": 168}
+    options = {"num_warps": warps, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -43,17 +46,18 @@ def packed_choice(name: str, packed: bool) -> tuple[dict[str, str], dict[str, An
     return ({name: "*i32"}, {}) if packed else ({}, {name: None})
 
 
-def attend(d: int, packed: bool) -> Any:
-    tiles = launch_plan._HOPPER[d][0]
+def attend(d: int, packed: bool, block_n: int) -> Any:
+    tiles = launch_plan._HOPPER[d][0]._replace(block_n=block_n)
     half = tiles.block_m // 2
+    registers, computing = forward_registers(block_n, d)
     q, k = (descriptor("bf16", 1, 1, rows, d) for rows in (half, tiles.block_n))
     types = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
     types |= {"bias_desc": descriptor("fp32", tiles.block_n), "lse": "*fp32"}
     types |= {"blocks": "*i32", "counts": "*i32"} | SCALARS
     sizes = {"D": d, "HALF": half, "BLOCK_N": tiles.block_n, "PACKED": packed}
     more, absent = packed_choice("starts", packed)
-    constants = sizes | {"STAGES": tiles.stages} | absent
-    return build(forward.attend, types | more, constants, tiles.warps)
+    constants = sizes | {"STAGES": tiles.stages, "REGISTERS": computing} | absent
+    return build(forward.attend, types | more, constants, tiles.warps, registers)
 
 
 def attend_backward(d: int, packed: bool) -> Any:
@@ -71,7 +75,7 @@ def attend_backward(d: int, packed: bool) -> Any:
 
 
 def main(d: int, packed: bool) -> None:
-    for kernel in (attend(d, packed), attend_backward(d, packed)):
+    for kernel in (attend(d, packed, 128), attend(d, packed, 64), attend_backward(d, packed)):
         print(kernel.metadata.shared, kernel.asm["ptx"].count("wgmma.mma_async"))
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dms_train.kernels.layers import triton_decide, triton_rope
+from dms_train.kernels.layers.triton_norm import add_norm, rms_norm
 from dms_train.kernels.layers.triton_swiglu import swiglu
 from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method import decisions
@@ -238,3 +239,32 @@ def worst_swiglu(device: torch.device) -> float:
     (wanted * weights).sum().backward()
     pairs = [(found, wanted), (given.grad, exact.grad)]
     return max((f - w).abs().max().item() for f, w in pairs)
+
+
+def worst_norm(device: torch.device, dtype: torch.dtype, t: int, c: int, *, added: bool) -> float:
+    """Largest error of an RMSNorm and its gradients against float64, relative to the largest value.
+
+    `added`: whether the norm of a sum is taken, and the sum is used too, like a residual stream.
+    """
+    generator = torch.Generator(device).manual_seed(t + c)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+    (x, exact_x), (update, exact_update) = _leaves(normal(t, 2, c)), _leaves(normal(t, 2, c))
+    weight, exact_weight = _leaves(1 + 0.3 * normal(c))
+    d_total, d_out = normal(2, t, 2, c)
+    if added:
+        total, out = add_norm(x, update, weight, 1e-3)
+        exact = exact_x + exact_update
+        ((total * d_total).sum() + (out * d_out).sum()).backward()
+    else:
+        total, exact, out = x, exact_x, rms_norm(x, weight, 1e-3)
+        (out * d_out).sum().backward()
+    wanted = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-3) * exact_weight
+    ((exact * d_total.double()).sum() * added + (wanted * d_out.double()).sum()).backward()
+    pairs = [(total, exact), (out, wanted), (x.grad, exact_x.grad)]
+    pairs.append((weight.grad, exact_weight.grad))
+    if added:
+        pairs.append((update.grad, exact_update.grad))
+    return max(((f - w).abs().max() / w.abs().max()).item() for f, w in pairs)

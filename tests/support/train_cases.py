@@ -52,6 +52,12 @@ def leaves(shape: Shape, device: str, seed: int = 0) -> tuple[list[Tensor], Tens
     return [x.requires_grad_() for x in found], normal(b, s, hq, d)
 
 
+def positions_first(x: Tensor) -> Tensor:
+    """The same [b, s, h, d] leaf with memory in the order [s, b, h, d], that of a layer."""
+    ordered = x.detach().transpose(0, 1).contiguous().transpose(0, 1)
+    return ordered.requires_grad_(x.requires_grad)
+
+
 def outcome(
     attention: object, inputs: list[Tensor], d_out: Tensor, shape: Shape, cu_seqlens: Tensor | None
 ) -> list[Tensor]:

@@ -76,13 +76,17 @@ def read_results(folder: Path) -> dict[str, Any]:
             results["samples"][path.stem.removeprefix("samples_")] = list(map(json.loads, lines))
     except ValueError as error:
         raise EvaluationError(f"{path}: damaged ({error})") from None
+    return results
+
+
+def warn_without_samples(results: Mapping[str, Any], folder: Path) -> None:
+    """Warn that results lack the samples of their documents."""
     if not results["samples"]:
         logging.getLogger("dms_train").warning(
             "%s: no samples_*.jsonl, which the intervals of differences need; "
             "evaluate the original with --log-samples",
             folder,
         )
-    return results
 
 
 def require_same_conditions(
@@ -93,16 +97,16 @@ def require_same_conditions(
     Args:
         original: From `read_results`.
         conditions: From `run.conditions`, of the run that shall be compared.
-        tasks: Names of the tasks and groups of that run.
+        tasks: Keys of the tasks and groups of that run.
     """
-    absent = [name for name in tasks if name not in original["results"]]
+    absent = [key for key in tasks if key not in original["results"]]
     if absent:
         raise EvaluationError(
             f"--original: its results lack {', '.join(absent)}; evaluate the model again"
         )
     for key, values in conditions.items():
         for name, value in values.items():
-            other = original["dms"][key].get(name)
+            other = original["dms"].get(key, {}).get(name)
             if other != value:
                 raise EvaluationError(
                     f"--original: its {name} ({key}) was {other}, here it is {value}; use the same "
@@ -125,7 +129,7 @@ def compare(
         for metric, value in values.items():
             if not _is_score(metric, value):
                 continue
-            other = None if original is None else original["results"][task][metric]
+            other = None if original is None else original["results"].get(task, {}).get(metric)
             scores.append(
                 ComparedScore(
                     task=task,
@@ -183,7 +187,7 @@ def _documents(results: Mapping[str, Any], task: str) -> int:
 def _difference(
     model: Mapping[str, Any], original: Mapping[str, Any] | None, task: str, metric: str
 ) -> Estimate | None:
-    if original is None:
+    if original is None or task not in original["results"]:
         return None
     pairs = [_by_document(each, task, metric) for each in (model, original)]
     if not pairs[0] or set(pairs[0]) != set(pairs[1]):
@@ -192,17 +196,26 @@ def _difference(
     return ratio(parts, [1.0] * len(parts))
 
 
-def _by_document(results: Mapping[str, Any], task: str, metric: str) -> dict[int, float]:
-    """Return the values whose mean a metric is, by document; empty for other metrics."""
+def _by_document(
+    results: Mapping[str, Any], task: str, metric: str
+) -> dict[tuple[str, int], float]:
+    """Return the values whose mean a metric is, by task and document; empty for other metrics."""
     name, _, filtered = metric.partition(",")
     values = {
-        int(sample["doc_id"]): float(sample[name])
-        for sample in results["samples"].get(task, [])
+        (part, int(sample["doc_id"])): float(sample[name])
+        for part in _parts(results, task)
+        for sample in results["samples"].get(part, [])
         if sample.get("filter", "none") == filtered and isinstance(sample.get(name), float | int)
     }
     mean = sum(values.values()) / max(1, len(values))
     stated = results["results"][task].get(metric, math.nan)
     return values if math.isclose(mean, stated, rel_tol=1e-6, abs_tol=1e-9) else {}
+
+
+def _parts(results: Mapping[str, Any], task: str) -> list[str]:
+    """Return the tasks of a group and of the groups in it, or the task itself."""
+    children = results.get("group_subtasks", {}).get(task, [])
+    return [part for child in children for part in _parts(results, child)] or [task]
 
 
 def _published(name: str | None, task: str, metric: str) -> list[dict[str, Any]]:
@@ -211,5 +224,6 @@ def _published(name: str | None, task: str, metric: str) -> list[dict[str, Any]]
     return [
         each
         for each in published_scores()[name]
-        if each["task"] == task and each["metric"] in (metric, metric.removesuffix(",none"))
+        if each["task"] == task.partition("@")[0]
+        and each["metric"] in (metric, metric.removesuffix(",none"))
     ]

@@ -72,9 +72,7 @@ class DevicePool:
         """Return the number of pages in use; waits for kernels that may have taken some."""
         if not self._exact:
             self._read()
-        used = self.max_pages - self._left
-        self.peak_pages = max(self.peak_pages, used)
-        return used
+        return self.max_pages - self._left
 
     def reserve(self, count: int) -> None:
         """Reserve `count` free pages, which kernels may pop from now on.
@@ -161,6 +159,7 @@ class DevicePool:
             status.append(self._holders.max().view(1))
         self._left, fault, *most = torch.cat(status).tolist()
         self.sharing, self._exact = most > [1], True
+        self.peak_pages = max(self.peak_pages, self.max_pages - self._left)
         self._check(fault)
 
     @staticmethod

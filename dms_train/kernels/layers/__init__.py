@@ -1,1 +1,1 @@
-"""Fused layers around the attention: RoPE, SwiGLU, eviction decisions; forward and backward."""
+"""Fused layers around the attention: RoPE, SwiGLU, RMSNorm, decisions; each with its gradient."""

@@ -46,20 +46,20 @@ class LayerKernels(Protocol):
         ...
 
     def add_norm(
-        self, residual: Tensor, update: Tensor, weight: Tensor, epsilon: float
+        self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """Add an update to the residual stream and normalise the sum.
 
-        The sum is rounded to its dtype; the RMSNorm is computed in float32.
+        The sum is rounded to its dtype; the RMSNorm is computed in float32. Differentiable.
 
         Args:
-            residual: [m, c], contiguous.
-            update: [m, c], contiguous, of the same dtype.
+            residual: [..., c].
+            update: [..., c], of the same dtype; None adds nothing.
             weight: [c], of the norm.
             epsilon: Added to the mean of the squares.
 
         Returns:
-            The sum and its RMSNorm, both [m, c].
+            The sum and its RMSNorm, both [..., c].
         """
         ...
 

@@ -22,14 +22,19 @@ _ROWS = 32
 
 
 class Heads(NamedTuple):
-    """Query [s, b, g, r, d] and key [s, b, g, d], or their gradients; d has stride 1."""
+    """Query [s, b, g, r, d], key and value [s, b, g, d], or their gradients; d has stride 1.
+
+    The value is copied; None leaves it out.
+    """
 
     query: Tensor
     key: Tensor
+    value: Tensor | None = None
 
     def strides(self) -> tuple[int, ...]:
         """Strides of all dimensions except the last."""
-        return (*self.query.stride()[:4], *self.key.stride()[:3])
+        of_value = (0, 0, 0) if self.value is None else self.value.stride()[:3]
+        return (*self.query.stride()[:4], *self.key.stride()[:3], *of_value)
 
 
 @triton.jit
@@ -41,14 +46,17 @@ def _turn(x, y, cos, sin, first, second, gain_first, gain_second):
 
 @triton.jit
 def rotate_eviction_channel(
-    q_ptr, k_ptr, q_out, k_out, channel_ptr, table_ptr, factor, rows, batch,
-    q_s, q_b, q_g, q_r, k_s, k_b, k_g,
-    qo_s, qo_b, qo_g, qo_r, ko_s, ko_b, ko_g,
+    q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, channel_ptr, table_ptr, factor, rows, batch,
+    q_s, q_b, q_g, q_r, k_s, k_b, k_g, v_s, v_b, v_g,
+    qo_s, qo_b, qo_g, qo_r, ko_s, ko_b, ko_g, vo_s, vo_b, vo_g,
     R: tl.constexpr, HALF: tl.constexpr, CHANNEL: tl.constexpr, CLEAR: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_EVICTION_CHANNEL: tl.constexpr, PACKED: tl.constexpr,
-    LOADS_FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    LOADS_FACTOR: tl.constexpr, HAS_VALUE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the heads of one KV group for ROWS tokens; backward by the transposed matrix."""
+    """Rotate the heads of one KV group for ROWS tokens; backward by the transposed matrix.
+
+    Where HAS_VALUE, copy the group's value.
+    """
     group, groups = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     s, b = row // batch, row % batch
@@ -98,6 +106,13 @@ def rotate_eviction_channel(
     u, v = _turn(x, y, cos, sin, 1.0, 1.0, 1.0, 1.0)
     tl.store(k_out + ko_at, u.to(k_out.dtype.element_ty), mask=inside)
     tl.store(k_out + ko_at + HALF, v.to(k_out.dtype.element_ty), mask=inside)
+    if HAS_VALUE:
+        v_at = (s * v_s + b * v_b + group * v_g)[:, None] + c[None, :]
+        vo_at = (s * vo_s + b * vo_b + group * vo_g)[:, None] + c[None, :]
+        x = tl.load(v_ptr + v_at, mask=inside)
+        y = tl.load(v_ptr + v_at + HALF, mask=inside)
+        tl.store(v_out + vo_at, x, mask=inside)
+        tl.store(v_out + vo_at + HALF, y, mask=inside)
 
 
 def _launch(
@@ -116,7 +131,7 @@ def _launch(
         R=r, HALF=half, CHANNEL=settings.channel, CLEAR=settings.clear_after_rope,
         BACKWARD=backward, HAS_EVICTION_CHANNEL=eviction_channel is not None,
         PACKED=table.dim() == 4, LOADS_FACTOR=isinstance(settings.factor, Tensor),
-        ROWS=_ROWS, WIDTH=triton.next_power_of_2(half),
+        HAS_VALUE=source.value is not None, ROWS=_ROWS, WIDTH=triton.next_power_of_2(half),
     )  # fmt: skip
 
 
@@ -151,8 +166,8 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_raw: Tensor | None) -> Any:
         s, b, g, _, d = ctx.shape
         out = Heads(d_query.new_empty(ctx.shape), d_key.new_empty(s, b, g, d))
-        _turn_back(ctx, d_query, d_key, d_raw, out)
-        return *out, None, None
+        _turn_back(ctx, (d_query, d_key), d_raw, out)
+        return out.query, out.key, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -162,14 +177,14 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(ctx: Any, mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel) -> Any:
         s, b, g, heads, d = mixed.shape
         ctx.shape = (s, b, g, heads - 2, d)
-        query, key, value = _parts(mixed)
-        out = Heads(query.new_empty(ctx.shape), key.new_empty(s, b, g, d))
+        query, key, value = (mixed.new_empty(s, b, g * n, d) for n in (heads - 2, 1, 1))
         raw = table.new_empty(s, b, g)
-        _launch(Heads(query, key), out, raw, table, eviction_channel, backward=False)
+        out = Heads(query.view(ctx.shape), key, value)
+        _launch(_parts(mixed), out, raw, table, eviction_channel, backward=False)
         ctx.save_for_backward(table)
         ctx.eviction_channel = eviction_channel
         ctx.set_materialize_grads(False)
-        return out.query.view(s, b, -1, d), out.key, value.contiguous(), raw
+        return query, key, value, raw
 
     @staticmethod
     def backward(
@@ -177,19 +192,20 @@ class _SplitAndRotate(torch.autograd.Function):
     ) -> Any:
         s, b, g, r, d = ctx.shape
         d_mixed = d_query.new_empty(s, b, g, r + 2, d)
-        query, key, value = _parts(d_mixed)
-        _turn_back(ctx, d_query, d_key, d_raw, Heads(query, key))
-        value.copy_(d_value)
+        _turn_back(ctx, (d_query, d_key, d_value), d_raw, _parts(d_mixed))
         return d_mixed, None, None
 
 
-def _parts(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
+def _parts(mixed: Tensor) -> Heads:
+    return Heads(mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :])
 
 
-def _turn_back(ctx: Any, d_query: Tensor, d_key: Tensor, d_raw: Tensor | None, out: Heads) -> None:
+def _turn_back(ctx: Any, gradients: tuple[Tensor, ...], d_raw: Tensor | None, out: Heads) -> None:
     (table,) = ctx.saved_tensors
-    given = Heads(_rows_of_channels(d_query, ctx.shape), _rows_of_channels(d_key, d_key.shape))
+    d_query, *others = gradients
+    given = Heads(
+        _rows_of_channels(d_query, ctx.shape), *(_rows_of_channels(d, d.shape) for d in others)
+    )
     d_raw = None if d_raw is None else d_raw.contiguous()
     _launch(given, out, d_raw, table, ctx.eviction_channel, backward=True)
 

@@ -60,7 +60,7 @@ class TilePlan(NamedTuple):
 
 # Measured on an H200; `benchmarks/attention` prints their speed.
 _HOPPER = {
-    64: (TrainTiles(128, 128, 4, 2), TrainTiles(64, 128, 8, 3)),
+    64: (TrainTiles(128, 64, 4, 2), TrainTiles(64, 128, 8, 3)),
     128: (TrainTiles(128, 128, 4, 2), TrainTiles(64, 128, 8, 3)),
 }
 # Head size up to: tiles that fit the 99 KiB of shared memory of the smallest GPUs since Ampere.

@@ -28,6 +28,7 @@ from dms_train.kernels.train_attention.triton_shape import (
     AttentionShape,
     Saved,
     aligned,
+    empty_in_order,
     finished_dq,
     heads_per_program,
     summed,
@@ -89,7 +90,7 @@ def _attend(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     problem = _problem((query, key, value), window, scale, cu_seqlens)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = empty_in_order(query)
     saved = _empty_saved(query, problem)
     _prepare(log_keep.contiguous(), saved, problem)
     if problem.plan.hopper:
@@ -156,8 +157,7 @@ def _(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     problem = _problem((query, key, value), window, scale, cu_seqlens, fake=True)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    return out, *_empty_saved(query, problem)
+    return empty_in_order(query), *_empty_saved(query, problem)
 
 
 @_operator_backward.register_fake

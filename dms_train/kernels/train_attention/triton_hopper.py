@@ -27,6 +27,14 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 _REGISTERS = 168
 
 
+def forward_registers(block_n: int, width: int) -> tuple[int, int]:
+    """Return the registers of a thread of the forward pass at its start, and while it computes.
+
+    With few, two programs run on a multiprocessor; tiles of 64 keys and 64 channels need no more.
+    """
+    return (80, 104) if block_n * width <= 64 * 64 else (_REGISTERS, 240)
+
+
 @functools.cache  # called at every launch
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
@@ -46,6 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Atten
     """Fill out [b, s, h, d] and saved.lse."""
     t = p.plan.forward
     half = t.block_m // 2
+    registers, computing = forward_registers(t.block_n, p.width)
     target = out
     if p.d % 8:
         target = out.new_empty(*out.shape[:-1], p.d + -p.d % 8)
@@ -54,8 +63,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Atten
         _tiles(target, half, p), _descriptor(saved.bias.view(-1), [t.block_n]),
         saved.lse, saved.blocks, saved.counts, p.starts,
         p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(4),
-        **p.constants, HALF=half, BLOCK_N=t.block_n, STAGES=t.stages,
-        num_warps=t.warps, maxnreg=_REGISTERS,
+        **p.constants, HALF=half, BLOCK_N=t.block_n, STAGES=t.stages, REGISTERS=computing,
+        num_warps=t.warps, maxnreg=registers,
     )  # fmt: skip
     if target is not out:
         out.copy_(target[..., : p.d])

@@ -192,9 +192,9 @@ def attend(
     q_desc, k_desc, v_desc, o_desc, bias_desc, lse, blocks, counts, starts,
     scale, length, padded, n_blocks, window, section,
     n_heads, group, D: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_N: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Attend one tile of 2 * HALF queries.
+    """Attend one tile of 2 * HALF queries; REGISTERS of a thread in the warps that compute.
 
     Descriptors are [b, h, s, d]; bias is [b * hk * n_blocks * BLOCK_N]; lse is [b, h, padded], log2
     of the sum of exponentials, +inf after the end.
@@ -263,7 +263,7 @@ def attend(
             (_fetch, (descs, buffers, bars, place, walk, blocks, HALF, BLOCK_N)),
         ],
         [4, 1],
-        [240, 24],
+        [REGISTERS, 24],
     )
 
 

@@ -107,6 +107,17 @@ def aligned(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
+def empty_in_order(x: Tensor) -> Tensor:
+    """Allocate a dense tensor like x [b, s, h, d]; positions come first in memory if they do in x.
+
+    Layers whose activations are [s, b, ...] then need no copy of the result.
+    """
+    b, s, h, d = x.shape
+    if x.stride(0) < x.stride(1):
+        return x.new_empty(s, b, h, d).transpose(0, 1)
+    return x.new_empty(b, s, h, d)
+
+
 def heads_per_program(p: AttentionShape) -> int:
     """Return the number of query heads that one program of the backward pass handles.
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from dms_train.mcore.compat import optimizer_parts
 from dms_train.mcore.errors import ModelError
@@ -26,6 +27,17 @@ class RMSNorm(torch.nn.RMSNorm):
         device = torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+class FusedRMSNorm(RMSNorm):
+    """`RMSNorm` as one kernel each way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., hidden size]."""
+        from dms_train.kernels.layers.triton_norm import rms_norm
+
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerBackend(NamedTuple):
@@ -59,13 +71,15 @@ class LayerBackend(NamedTuple):
         return f"{text}, optimizer {inner.__module__.partition('.')[0]} {inner.__name__}"
 
 
-def choose(wanted: str, device: torch.device) -> LayerBackend:
+def choose(wanted: str, device: torch.device, *, fused: bool = False) -> LayerBackend:
     """Choose the layers that a configured name stands for on a device.
 
     Args:
         wanted: `parallel.layers`; `auto` is Transformer Engine where it can be imported and the
             device is a GPU, megatron-core's own layers elsewhere.
         device: Device of the training.
+        fused: Whether the kernels around attention run (`kernels.dispatch.can_fuse`); norms are
+            then kernels too.
 
     Raises:
         ModelError: Transformer Engine is configured and cannot run.
@@ -73,16 +87,25 @@ def choose(wanted: str, device: torch.device) -> LayerBackend:
     missing = _missing(device)
     if wanted == "transformer_engine" and missing:
         raise ModelError(f"parallel.layers=transformer_engine: {missing}; use parallel.layers=auto")
+    norm, norm_name = (FusedRMSNorm, "triton") if fused else (RMSNorm, "torch")
     if wanted == "local" or missing:
-        return _local(missing if wanted == "auto" else "as configured", device)
+        return LayerBackend(
+            name="local",
+            reason=missing if wanted == "auto" else "as configured",
+            norm=norm,
+            norm_linear=ColumnParallelLinear,
+            row=RowParallelLinear,
+            fuses_norm=False,
+            norm_name=norm_name,
+        )
     return LayerBackend(
         name="transformer_engine",
         reason=f"version {te.get_te_version()}" + (" found" if wanted == "auto" else ""),
-        norm=RMSNorm,
+        norm=norm,
         norm_linear=te.TELayerNormColumnParallelLinear,
         row=te.TERowParallelLinear,
         fuses_norm=True,
-        norm_name="transformer_engine and torch",
+        norm_name=f"transformer_engine and {norm_name}",
     )
 
 
@@ -92,36 +115,3 @@ def _missing(device: torch.device) -> str:
         return f"Transformer Engine needs a GPU and training runs on the {device.type.upper()}"
     # megatron replaces an absent package by mocks, so importing the layers proves nothing
     return "" if te.HAVE_TE else "Transformer Engine cannot be imported"
-
-
-def _local(reason: str, device: torch.device) -> LayerBackend:
-    norm = _apex_norm() if device.type == "cuda" else None
-    return LayerBackend(
-        name="local",
-        reason=reason,
-        norm=norm or RMSNorm,
-        norm_linear=ColumnParallelLinear,
-        row=RowParallelLinear,
-        fuses_norm=False,
-        norm_name="apex" if norm else "torch",
-    )
-
-
-def _apex_norm() -> type | None:
-    """Return the norm of NVIDIA's Apex, if installed; `apex` on PyPI is another package."""
-    try:
-        from apex.normalization import FusedRMSNorm
-    except ImportError:
-        return None
-
-    class ApexRMSNorm(FusedRMSNorm):
-        """Apex's norm, built and marked like `RMSNorm`."""
-
-        def __init__(
-            self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-        ) -> None:
-            super().__init__(hidden_size, eps=eps)
-            self.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
-            setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-
-    return ApexRMSNorm

@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
-from dms_train.mcore.layers.backend import LayerBackend
+from dms_train.mcore.layers.backend import FusedRMSNorm, LayerBackend
+from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm
 
 
 def _swiglu() -> Callable[[Tensor], Tensor]:
@@ -45,10 +46,12 @@ def layer_spec(
     method: MethodState, layer_backend: LayerBackend, *, qk_layernorm: bool
 ) -> ModuleSpec:
     """Describe one decoder layer."""
-    inner, outer = (
-        layer_backend.norm if qk_layernorm else IdentityOp,
-        IdentityOp if layer_backend.fuses_norm else layer_backend.norm,
-    )
+    inner = layer_backend.norm if qk_layernorm else IdentityOp
+    layer, outer = TransformerLayer, layer_backend.norm
+    if layer_backend.fuses_norm:
+        outer = IdentityOp
+    elif outer is FusedRMSNorm:
+        layer, outer = ResidualLayer, ResidualNorm
     attention = ModuleSpec(
         module=MethodSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "method": method},
@@ -66,7 +69,7 @@ def layer_spec(
         linear_fc2=layer_backend.row,
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
             self_attention=attention,

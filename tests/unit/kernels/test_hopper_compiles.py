@@ -30,4 +30,4 @@ def test_they_compile_and_use_the_tensor_cores(d: int, packed: str, tmp_path: Pa
         shared, products = map(int, line.split())
         assert shared <= SHARED_BYTES
         assert products > 20
-    assert len(done.stdout.splitlines()) == 2
+    assert len(done.stdout.splitlines()) == 3

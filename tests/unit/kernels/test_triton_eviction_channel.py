@@ -70,3 +70,14 @@ def test_decisions_to_merge(length: int, counted: str, noisy: bool, packed: bool
 
 def test_swiglu() -> None:
     assert eviction_channel_cases.worst_swiglu(CPU) < 1e-5
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize(("t", "c"), [(1, 16), (9, 130), (3, 576), (2, 1100)])
+def test_rms_norm_and_its_gradients(t: int, c: int, added: bool) -> None:
+    assert eviction_channel_cases.worst_norm(CPU, torch.float32, t, c, added=added) < 2e-6
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+def test_rms_norm_rounds_once(added: bool) -> None:
+    assert eviction_channel_cases.worst_norm(CPU, torch.float16, 5, 200, added=added) < 1e-3

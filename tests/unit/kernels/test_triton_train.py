@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.train_cases import Shape, distances, exact, leaves, outcome
+from tests.support.train_cases import Shape, distances, exact, leaves, outcome, positions_first
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -86,6 +86,21 @@ def test_tiles_evicted_for_good_are_left_out(tiles) -> None:
     assert not out[:, 32:].isnan().any()
     _, _, _, _, counts = triton_train._attend(*inputs, shape.window, 0.25, None)
     assert counts[0].tolist()[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
+@pytest.mark.parametrize("d", [16, 21], ids=["aligned", "unaligned"])
+def test_the_output_has_the_order_of_the_queries(tiles, d: int) -> None:
+    shape = Shape(2, 50, 4, 2, d, 8)
+    inputs, d_out = leaves(shape, "cpu")
+    inputs = [*map(positions_first, inputs[:3]), inputs[3]]
+    found = outcome(triton_train.dms_attention, inputs, positions_first(d_out), shape, None)
+    assert found[0].transpose(0, 1).is_contiguous()
+    assert max(distances(found, exact(inputs, d_out, shape))) < 2e-6
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in inputs]
+        out = triton_train.dms_attention(*fake, shape.window, 0.2)
+    assert out.stride() == found[0].stride()
 
 
 def test_rows_of_any_alignment_are_taken() -> None:

@@ -18,8 +18,10 @@ from dms_train.kernels import dispatch
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers.residual import ResidualLayer
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -27,9 +29,7 @@ from tests.support import tiny
 Outcome = tuple[float, float, dict[str, torch.Tensor]]
 
 
-def outcome(
-    view: ParallelView, family: str, preset: str, recompute: str | None, *, packed: bool, **plan
-) -> Outcome:
+def build(view: ParallelView, family: str, preset: str, recompute: str | None) -> McoreEngine:
     architecture = tiny.architecture(family, num_layers=2)
     spec = PRESETS[preset].override(window=4, alpha_offset=0.5)
     parallel = ParallelOptions(recompute_granularity=recompute)
@@ -37,6 +37,13 @@ def outcome(
     eviction_channels = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002)
     engine = McoreEngine(architecture, spec, view, options, eviction_channels)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
+    return engine
+
+
+def outcome(
+    view: ParallelView, family: str, preset: str, recompute: str | None, *, packed: bool, **plan
+) -> Outcome:
+    engine = build(view, family, preset, recompute)
     batches = tiny.microbatches(0, 2, groups=2)
     if packed:
         batches = [tiny.packed(batch, [[11, 1, 9], [8, 16]]) for batch in batches]
@@ -71,6 +78,21 @@ def test_a_step_is_the_same(
     for name, gradient in gradients.items():
         worst = (fused[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-30)
         assert worst < 1e-4, name
+
+
+def test_a_pass_without_gradients_records_nothing(
+    view: ParallelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "can_fuse", lambda _: True)
+    engine = build(view, "llama", "dms", None)
+    engine._method.set_plan(StepPlan(eviction="none", channel_scale=1.0))
+    model = engine._models[0]
+    assert all(isinstance(layer, ResidualLayer) for layer in model.decoder.layers)
+    model.decoder.final_layernorm = None  # it would return a tensor without a graph
+    with torch.no_grad():
+        hidden = torch.randn(8, 2, model.config.hidden_size)
+        hidden, _ = model.run_layers(hidden, torch.zeros(2, EVICTION_STATS), None)
+    assert not hidden.requires_grad
 
 
 def test_the_norm_of_many_gradients_is_megatrons() -> None:

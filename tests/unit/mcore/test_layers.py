@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dms_train.kernels import dispatch
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import backend as layers
@@ -37,6 +38,23 @@ def test_a_cpu_trains_with_megatrons_own_layers(wanted: str) -> None:
     assert not layer_backend.fuses_norm
     assert layer_backend.norm is layers.RMSNorm
     assert layer_backend.describe(None).startswith("local (")
+
+
+def test_norms_are_kernels_where_the_attention_is() -> None:
+    layer_backend = layers.choose("local", GPU, fused=True)
+    assert layer_backend.norm is layers.FusedRMSNorm
+    assert layer_backend.describe(None) == "local (as configured), norms by triton"
+    assert layers.choose("local", GPU).norm is layers.RMSNorm
+
+
+@pytest.mark.skipif(not dispatch.is_supported(CPU), reason="needs triton's interpreter")
+def test_the_fused_norm_computes_the_same(view: ParallelView) -> None:
+    config = layers_worker.build("local", "llama", view)._config
+    norms = [kind(config, 32, eps=1e-2) for kind in (layers.RMSNorm, layers.FusedRMSNorm)]
+    for norm in norms:
+        norm.weight.data.copy_(torch.linspace(-1, 2, 32))
+    x = torch.randn(3, 2, 32)
+    torch.testing.assert_close(norms[1](x), norms[0](x))
 
 
 def test_auto_takes_transformer_engine_where_it_can_be_imported(

@@ -62,11 +62,32 @@ def test_differences_are_paired_by_document():
     unpaired = math.hypot(statistics.stdev(first), statistics.stdev(second)) / math.sqrt(COUNT)
     assert found.high - found.low < 0.5 * 2 * 1.96 * unpaired
     assert scores["all", "acc"].documents == scores["piqa", "acc"].documents == COUNT
-    assert scores["all", "acc"].difference is None
+    assert scores["all", "acc"].difference == found, "a group of one task"
     assert scores["piqa", "perplexity"].difference is None
     published = [each["value"] for each in scores["piqa", "acc_norm"].published]
     assert published == [0.663, 0.6692]
     assert not scores["piqa", "acc"].published
+
+
+def test_a_group_is_compared_over_the_documents_of_all_of_its_tasks():
+    """The second task is in a group of the group, and documents of both have the same numbers."""
+    both = []
+    for values in ([1.0, 0.0, 1.0], [1.0, 1.0, 0.0]):
+        found = results(values)
+        found["samples"]["arc"] = results([*values, 1.0])["samples"]["piqa"]
+        found["group_subtasks"] = {"all": ["piqa", "inner"], "inner": ["arc"]}
+        found["n-samples"]["arc"] = {"original": 9, "effective": 4}
+        found["results"]["all"]["acc,none"] = (2 * sum(values) + 1.0) / 7
+        both.append(found)
+    both[1]["samples"]["arc"][0]["acc"] = 1 - both[1]["samples"]["arc"][0]["acc"]
+    changed = both[1]["samples"]["arc"][0]["acc"]
+    both[1]["results"]["all"]["acc,none"] += (2 * changed - 1) / 7
+    score = next(each for each in compare(both[1], both[0], None) if each.task == "all")
+    assert score.documents == 7
+    assert score.difference.value == pytest.approx((2 * changed - 1) / 7)
+    both[1]["results"]["all"]["acc,none"] = 0.123  # a mean that weights the tasks otherwise
+    score = next(each for each in compare(both[1], both[0], None) if each.task == "all")
+    assert score.difference is None
 
 
 def test_a_table_has_the_columns_that_are_known():

@@ -155,7 +155,8 @@ def test_a_model_is_printed_beside_its_original(workspace, capsys):
     assert reused[0]["original"] == row["original"]
     assert not (workspace / "reused" / "original").exists()
     for further, fact in (
-        (("--num-fewshot", "1"), "its num_fewshot (settings) was None, here it is 1"),
+        (("--seed", "1"), "its seed (settings) was 1234, here it is 1"),
+        (("--limit", "3"), f"its {CHOOSE} (tasks) was {{'num_fewshot': None, 'limit': 4.0}}"),
         (("--tasks", f"{CHOOSE},{CONTINUE}"), f"its results lack {CONTINUE}"),
     ):
         assert main(words(workspace, CHOOSE, "refused", *again, *further)) == 2
@@ -211,6 +212,9 @@ def test_sampled_answers_are_asked_for_by_gen_kwargs(workspace):
         (CHOOSE, ("--original", "/absent"), ("/absent",)),
         (CHOOSE, ("--limit", "0"), ("--limit 0",)),
         (CHOOSE, ("--limit", "2.5"), ("--limit 2.5",)),
+        (f"{CHOOSE}@1:0", (), (f"--tasks {CHOOSE}@1:0", "1 or more")),
+        (f"{CHOOSE}@1,{CHOOSE}@1:2", (), (f"{CHOOSE}@1 is named twice",)),
+        (f"{CHOOSE}@one", (), ("no such task", f"did you mean {CHOOSE}")),
         (CHOOSE, ("--num-fewshot", "-1"), ("--num-fewshot -1",)),
         (",", (), ("--tasks",)),
         (CHOOSE, ("--include-path", "/absent"), ("--include-path /absent",)),
@@ -233,6 +237,67 @@ def test_refusals_are_one_line_and_offline(
     for fact in facts:
         assert fact in errors[0]
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_task_has_its_own_shots_and_limit_beside_others(workspace):
+    tasks = f"{CHOOSE}@0,{CHOOSE}@1:3,sheets@2:2,{CHOOSE}"
+    given = ("--limit", "4", "--log-samples", "--policy", "keep_all")
+    assert main(words(workspace, tasks, "shots", *given)) == 0
+    found = json.loads((workspace / "shots" / "results.json").read_text())
+    names = [f"{CHOOSE}@0", f"{CHOOSE}@1", "sheets@2", CHOOSE]
+    assert list(found["dms"]["kv_by_task"]) == names
+    assert found["n-shot"][f"{CHOOSE}@0"] == 0
+    assert found["group_subtasks"]["sheets@2"] == [f"{CHOOSE}@2", f"{CONTINUE}@2"]
+    for name, shots, limit in ((f"{CHOOSE}@0", "0", "4"), (CHOOSE, "2", "4")):
+        alone = ("--num-fewshot", shots, "--limit", limit, "--policy", "keep_all", "--log-samples")
+        output = f"shots_{shots}"
+        assert main(words(workspace, CHOOSE, output, *alone)) == 0
+        other = json.loads((workspace / output / "results.json").read_text())
+        score = found["results"][name]
+        assert score["acc,none"] == other["results"][CHOOSE]["acc,none"]
+        assert score["acc_stderr,none"] == other["results"][CHOOSE]["acc_stderr,none"]
+        prompts = [
+            [line["arguments"] for line in map(json.loads, (workspace / path).open())]
+            for path in (f"shots/samples_{name}.jsonl", f"{output}/samples_{CHOOSE}.jsonl")
+        ]
+        assert prompts[0] == prompts[1]
+    compared = json.loads((workspace / "shots" / "comparison.json").read_text())
+    assert ("sheets@2", 2 + 2) in {(row["task"], row["documents"]) for row in compared}
+
+
+def test_finished_tasks_are_not_evaluated_again(workspace, capsys):
+    given = ("--limit", "4", "--log-samples", "--prefill-chunk", "16")
+    assert main(words(workspace, f"{CHOOSE}@1,{ROLL}", "whole", *given)) == 0
+    assert main(words(workspace, f"{CHOOSE}@1", "parts", *given)) == 0
+    results = workspace / "parts" / "results.json"
+    marked = json.loads(results.read_text())
+    marked["results"][f"{CHOOSE}@1"]["alias"] = "of the first call"
+    results.write_text(json.dumps(marked))
+    again = (*given, "--max-num-seqs", "3")
+    assert main(words(workspace, f"{CHOOSE}@1,{ROLL}", "parts", *again)) == 0
+    whole, parts = (
+        json.loads((workspace / name / "results.json").read_text()) for name in ("whole", "parts")
+    )
+    assert parts["results"][f"{CHOOSE}@1"].pop("alias") == "of the first call"
+    whole["results"][f"{CHOOSE}@1"].pop("alias")
+    assert set(parts["results"]) == set(whole["results"])
+    for name, scores in whole["results"].items():
+        assert parts["results"][name] == pytest.approx(scores, nan_ok=True), name
+    for name in ("requests", "tokens", "kv_reads", "cr_factor", "peak_tokens", "peak_tokens_max"):
+        assert parts["dms"]["kv"][name] == pytest.approx(whole["dms"]["kv"][name]), name
+    assert set(parts["dms"]["tasks"]) == {f"{CHOOSE}@1", ROLL}
+    before = results.read_bytes()
+    assert main(words(workspace, ROLL, "parts", *given)) == 0
+    assert results.read_bytes() == before
+    capsys.readouterr()
+    for tasks, further, changed in (
+        (f"{CHOOSE}@1:2", (), f"another {CHOOSE}@1 (tasks)"),
+        (ROLL, ("--seed", "1"), "another seed (settings)"),
+        (ROLL, ("--window", "8", "--policy", "window"), "another policy (engine)"),
+    ):
+        assert main(words(workspace, tasks, "parts", *given, *further)) == 2
+        assert changed in capsys.readouterr().err
+    assert results.read_bytes() == before
 
 
 def test_results_are_not_overwritten(workspace, written, capsys):

@@ -1,0 +1,169 @@
+"""Numbers that the steps of a recipe have measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import timing
+from benchmarks.records import origin
+from dms_train.cli.config_source import compose
+from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
+from dms_train.evaluation.scaling.results import load
+from research.recipe.evaluations import needle_contexts, needles_folder, perplexity_file, results
+from research.recipe.steps import Model, Settings, Task, models, trainings
+
+_METRICS = ("acc_norm", "acc", "exact_match", "pass@1")  # the first one that a task has
+_BANDS = 5  # of the depths of needles
+_Z = 1.96  # of a 95% interval
+
+
+def measured(settings: Settings) -> dict[str, Any]:
+    """Return the numbers of all trainings and models so far, as plain JSON."""
+    device = torch.device(settings.device)
+    return {
+        "experiment": settings.recipe.experiment,
+        "device": timing.device_name(device),
+        "versions": timing.versions(device),
+        **origin(),
+        "trainings": {name: _training(given) for name, given in trainings(settings).items()},
+        "models": [_model(settings, model) for model in models(settings)],
+        "needles": [asdict(cell) for cell in cells(settings)],
+    }
+
+
+def cells(settings: Settings) -> list[NeedleCell]:
+    """Return the share of needles that each model finds, by length and depth."""
+    contexts = needle_contexts(settings)
+    return [
+        replace(cell, label=model.name)
+        for model in models(settings)
+        for context in contexts
+        if _is_finished(folder := needles_folder(settings, model.name, context))
+        for cell in needle_cells([load([folder])], _BANDS)
+    ]
+
+
+def _training(overrides: list[str]) -> dict[str, float]:
+    """Return steps, tokens and minutes of the steps; exports on the way are held besides."""
+    config = compose(overrides)
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "train/tokens_per_second" in row]
+    by_step = {row["step"]: row for row in rows}  # a resumed run repeats the steps since a save
+    tokens, seconds = 0, 0.0
+    for _, row in sorted(by_step.items()):
+        seconds += (row["tokens"] - tokens) / row["train/tokens_per_second"]
+        tokens = row["tokens"]
+    hold = config.stage.hold
+    held = [ratio for ratio in hold.branch_ratios or () if ratio < config.stage.retrofit.target_cr]
+    size = config.data.seq_length * config.data.global_batch_size
+    return {
+        "steps": max(by_step),
+        "tokens": tokens,
+        "minutes": seconds / 60,
+        "tokens_of_held_exports": len(held) * hold.steps * size,
+    }
+
+
+def _model(settings: Settings, model: Model) -> dict[str, Any]:
+    """Return what has been measured of a model; a part that has not finished is absent."""
+    found: dict[str, Any] = {"name": model.name, "policy": model.policy, "options": model.options}
+    validation = settings.root / "validation" / model.name / "metrics.json"
+    if validation.is_file():
+        found["validation"] = _read(validation)
+    if perplexity_file(settings, model.name).is_file():
+        found["perplexity"] = _perplexity(perplexity_file(settings, model.name))
+    found["needles"] = {
+        str(context): _needles(folder)
+        for context in needle_contexts(settings)
+        if _is_finished(folder := needles_folder(settings, model.name, context))
+    }
+    if (results(settings, model.name) / "comparison.json").is_file():
+        found |= _scores(results(settings, model.name), settings.recipe.tasks)
+    return found
+
+
+def _is_finished(run: Path) -> bool:
+    """Return whether a folder of `dms-eval` has its results."""
+    return (run / "summary.json").is_file()
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _perplexity(path: Path) -> dict[str, dict[str, float]]:
+    """Return perplexity and compression ratio of whole windows and of continuations."""
+    model = _read(path)["model"]
+    names = ("perplexity", "nats", "cr_factor")
+    return {part: {n: model[part][n] for n in names} for part in ("window", "continuation")}
+
+
+def _needles(folder: Path) -> dict[str, float]:
+    """Return the share of needles that are found, with its interval, and costs."""
+    (point,) = load([folder]).points()
+    costs = {"reads_per_token": point.kv_reads / max(1.0, point.tokens - 1)}
+    return asdict(point.accuracy) | costs | {"peak_tokens": point.peak_tokens}
+
+
+def _scores(folder: Path, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return the scores of all tasks, the mean of multiple choice, and the cost of the cache."""
+    found = _read(folder / "results.json")
+    rows = {(row["task"], row["metric"]): row for row in _read(folder / "comparison.json")}
+    scores = {task.key: _score(found, rows, task.key) for task in tasks}
+    measured = {key: score for key, score in scores.items() if score}
+    choices = [score for key, score in measured.items() if _is_choice(found, key)]
+    if len(measured) < len(tasks):
+        choices = []  # a mean over other tasks would not compare
+    kv = {name: value for name, value in found["dms"]["kv"].items() if name != "cr_factors"}
+    return {"tasks": scores, "choices": _mean(choices), "kv": kv}
+
+
+def _score(
+    found: Mapping[str, Any], rows: Mapping[tuple[str, str], dict[str, Any]], key: str
+) -> dict[str, Any] | None:
+    """Return the main metric of a task; None if it has none of them."""
+    for metric in _METRICS:
+        for (task, name), row in rows.items():
+            if task == key and name.partition(",")[0] == metric:
+                kind = name.partition(",")[2] or "none"
+                error = found["results"][key].get(f"{metric}_stderr,{kind}", math.nan)
+                return {
+                    "metric": name,
+                    "score": row["model"],
+                    "half_width": _Z * float(error),
+                    "documents": row["documents"],
+                    "difference": row["difference"],
+                }
+    return None
+
+
+def _is_choice(found: Mapping[str, Any], key: str) -> bool:
+    """Return whether a task, or each part of a group, is multiple choice."""
+    if children := found.get("group_subtasks", {}).get(key):
+        return all(_is_choice(found, child) for child in children)
+    return bool(found["configs"][key]["output_type"] == "multiple_choice")
+
+
+def _mean(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the mean over tasks, and its difference to the original.
+
+    The tasks have different documents, so the squares of the half-widths add up.
+    """
+    if not scores:
+        return None
+    count = len(scores)
+    found: dict[str, Any] = {"score": sum(each["score"] for each in scores) / count}
+    differences = [each["difference"] for each in scores]
+    if all(differences):
+        value = sum(each["value"] for each in differences) / count
+        widths = [(each["high"] - each["low"]) / 2 for each in differences]
+        width = math.sqrt(sum(w**2 for w in widths)) / count
+        found["difference"] = {"value": value, "low": value - width, "high": value + width}
+    return found

@@ -1,0 +1,298 @@
+"""Compare settings of the retrofit of a small model, one short run to CR 4 for each.
+
+    python -m research recipe-sweep smollm2_135m --model DIR --plain PREFIX [--sampled PREFIX]
+        --held-out wikitext2_test.txt --haystack essays.txt [--jobs 2] [--minutes 9]
+    python -m research recipe-sweep --table FOLDER/sweep.json
+
+Each variant changes the named settings of the base: the experiment to CR 4 with 50 steps per unit
+of the ratio and 60 steps at each end, on the plain text. `FOLDER/sweep.json` has a row for each
+finished variant: KL to the original on held-out text with hard evictions, perplexity of the text of
+`--held-out`, and the share of needles that are found. The same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import timing
+from benchmarks.records import origin
+from dms_train.cli.errors import run_main
+from dms_train.evaluation.devices import resolve_device
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.scaling.results import load
+from dms_train.tables import markdown_table
+from research.lab.arguments import count, duration, list_of
+from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
+from research.lab.steps import Step
+from research.recipe.steps import EVALUATE, NEEDLES, ORIGINAL, RECIPES, TRAIN
+
+_BASE = (
+    "stage.run=[zero_neuron,retrofit,hold,export]",
+    "stage.retrofit.target_cr=4",
+    "stage.retrofit.steps_per_cr=50",
+    "stage.hold.steps=60",
+    "stage.hold.branch_ratios=null",
+)
+_NO_EVICTION = ("stage.zero_neuron.steps=210", "stage.retrofit.target_cr=1")
+_LONG = ("data.seq_length=4096", "data.micro_batch_size=8", "data.global_batch_size=16")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "no-eviction": _NO_EVICTION,
+    "channel-0": ("method.channel=0",),
+    "lr-1e-4": ("optim.lr=1e-4",),
+    "lr-5e-5": ("optim.lr=5e-5",),
+    "lr-1e-5": ("optim.lr=1e-5",),
+    "lr-5e-4": ("optim.lr=5e-4",),
+    "window-64": ("method.window=64",),
+    "window-256": ("method.window=256",),
+    "text-of-the-model": (),
+    "both-texts": (),
+    "samples-of-4k-tokens": _LONG,
+    "25-steps-per-unit": ("stage.retrofit.steps_per_cr=25", "stage.hold.steps=30"),
+    "150-steps-per-unit": ("stage.retrofit.steps_per_cr=150", "stage.hold.steps=120"),
+    "400-steps-per-unit": ("stage.retrofit.steps_per_cr=400", "stage.hold.steps=240"),
+    "zeroing-in-10-steps": ("stage.zero_neuron.steps=10",),
+    "zeroing-in-240-steps": ("stage.zero_neuron.steps=240",),
+    "KL-from-the-student": ("loss.kl_direction=student_teacher",),
+    "temperature-2": ("loss.kl_temperature=2",),
+}
+_SAMPLED = {"text-of-the-model": (0.0, 1.0), "both-texts": (0.5, 0.5)}  # shares: plain, sampled
+_CACHE = "8000000000"  # bytes of a measurement beside a training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Choices of the user.
+
+    Attributes:
+        name: Name of the recipe, whose experiment is the base.
+        root: Folder of all files.
+        model: Directory of the original.
+        plain: Token file of plain text.
+        sampled: Token file of text that the model wrote; None leaves its variants out.
+        held_out: Text for the perplexity.
+        haystack: Text that hides needles.
+        contexts: Tokens of prompts with needles.
+        variants: Names of variants.
+        device: Device of the commands.
+    """
+
+    name: str
+    root: Path
+    model: Path
+    plain: Path
+    sampled: Path | None
+    held_out: Path
+    haystack: Path
+    contexts: tuple[int, ...]
+    variants: tuple[str, ...]
+    device: str
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a variant."""
+        return self.root / name
+
+    def export(self, name: str) -> Path:
+        """Return the directory of a variant's model, or of the original."""
+        return self.model if name == ORIGINAL else self.folder(name) / "train/exports/final/hf"
+
+
+def overrides(sweep: Sweep, name: str) -> list[str]:
+    """Return the overrides of a variant's training."""
+    shares = _SAMPLED.get(name, (1.0, 0.0))
+    data = {sweep.plain: shares[0], sweep.sampled: shares[1]}
+    used = {path: share for path, share in data.items() if share}
+    return [
+        f"experiment={RECIPES[sweep.name].experiment}",
+        f"model.path={sweep.model}",
+        f"data.paths=[{','.join(map(str, used))}]",
+        f"data.weights=[{','.join(map(str, used.values()))}]",
+        f"run.dir={sweep.folder(name) / 'train'}",
+        *RECIPES[sweep.name].train,
+        *_BASE,
+        *VARIANTS[name],
+    ]
+
+
+def steps(sweep: Sweep) -> list[Step]:
+    """Return the training and the measurements of every variant."""
+    made: list[Step] = []
+    for name in (*sweep.variants, ORIGINAL):
+        trained = name != ORIGINAL
+        if trained:
+            words = [*TRAIN, *overrides(sweep, name)]
+            made.append(Step(name=_step("train", name), words=partial(list, words)))
+        needs = (_step("train", name),) if trained else ()
+        for kind, words in _measurements(sweep, name).items():
+            made.append(Step(name=_step(kind, name), words=partial(list, words), needs=needs))
+    return made
+
+
+def _step(kind: str, name: str) -> str:
+    return f"{kind}_{name}"
+
+
+def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
+    """Return the command of each measurement of a model."""
+    folder, model = sweep.folder(name), sweep.export(name)
+    return {
+        "perplexity": [
+            *(*EVALUATE, "perplexity", str(model), "--text", str(sweep.held_out)),
+            *("--device", sweep.device, "--cache-bytes", _CACHE),
+            *("--output", str(folder / "perplexity.json")),
+        ],
+        "needles": [
+            *(*NEEDLES, str(folder / "needles")),
+            *("--contexts", ",".join(map(str, sweep.contexts))),
+            *(f"model.path={model}", f"model.device={sweep.device}"),
+            *(f"task.haystack={sweep.haystack}", "task.count=100", f"model.cache_bytes={_CACHE}"),
+        ],
+    }
+
+
+def rows(sweep: Sweep) -> list[dict[str, Any]]:
+    """Return the numbers of every model that is finished."""
+    return [_row(sweep, name) for name in (ORIGINAL, *sweep.variants) if _finished(sweep, name)]
+
+
+def _finished(sweep: Sweep, name: str) -> bool:
+    marks = [
+        sweep.root / "state" / f"{_step(kind, name)}.done" for kind in _measurements(sweep, name)
+    ]
+    return all(mark.is_file() for mark in marks)
+
+
+def _row(sweep: Sweep, name: str) -> dict[str, Any]:
+    folder = sweep.folder(name)
+    measured = json.loads((folder / "perplexity.json").read_text(encoding="utf-8"))["model"]
+    row: dict[str, Any] = {"variant": name, "overrides": list(VARIANTS.get(name, ()))}
+    if name != ORIGINAL:
+        row |= _training(folder / "train" / "metrics.jsonl")
+    for part in ("window", "continuation"):
+        row[part] = {key: measured[part][key] for key in ("perplexity", "nats", "cr_factor")}
+    for context in sweep.contexts:
+        (point,) = load([folder / "needles" / str(context)]).points()
+        accuracy = point.accuracy
+        row[f"needles_{context}"] = [accuracy.value, accuracy.low, accuracy.high]
+    return row
+
+
+def _training(metrics: Path) -> dict[str, Any]:
+    """Return the tokens and the last evaluation of a run."""
+    text = metrics.read_text(encoding="utf-8")
+    last = [row for row in map(json.loads, text.splitlines()) if "eval/kl" in row][-1]
+    return {"tokens": last["tokens"], **{name: last.get(f"eval/{name}") for name in ("kl", "cr")}}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the rows of a record as Markdown."""
+    contexts = [key for key in record["rows"][0] if key.startswith("needles_")]
+    header = ["variant", "tokens, M", "KL", "CR", "perplexity", "of continuations"]
+    header += [f"needles {int(key.removeprefix('needles_')):,}" for key in contexts]
+    return markdown_table(header, [_cells(row, contexts) for row in record["rows"]])
+
+
+def _cells(row: dict[str, Any], contexts: list[str]) -> list[str]:
+    numbers = (("tokens", ".1f", 1e-6), ("kl", ".4f", 1))
+    return [
+        row["variant"],
+        *(format(row[key] * scale, form) if key in row else "" for key, form, scale in numbers),
+        f"{row['window']['cr_factor']:.2f}",
+        *(f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")),
+        *(f"{row[key][0]:.2f} [{row[key][1]:.2f}, {row[key][2]:.2f}]" for key in contexts),
+    ]
+
+
+def _write(sweep: Sweep) -> None:
+    device = torch.device(sweep.device)
+    record = {
+        "recipe": sweep.name,
+        "base": list(_BASE),
+        "device": timing.device_name(device),
+        "versions": timing.versions(device),
+        **origin(),
+        "rows": rows(sweep),
+    }
+    path = sweep.root / "sweep.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if record["rows"]:
+        print(table(record))
+    print(path)
+
+
+def _sweep(args: argparse.Namespace) -> Sweep:
+    paths = {"--model": args.model, "--held-out": args.held_out, "--haystack": args.haystack}
+    for option, path in paths.items():
+        if path is None or not path.exists():
+            raise EvaluationError(f"{option} {path}: name an existing file or folder")
+    if args.plain is None:
+        raise EvaluationError("--plain: name the token file of plain text")
+    chosen = args.variants or [name for name in VARIANTS if args.sampled or name not in _SAMPLED]
+    for name in chosen:
+        if name not in VARIANTS:
+            raise EvaluationError(f"--variants {name}: choose from {', '.join(VARIANTS)}")
+        if name in _SAMPLED and args.sampled is None:
+            raise EvaluationError(f"--variants {name}: needs --sampled")
+    return Sweep(
+        name=args.name,
+        root=args.folder or Path("outputs") / f"sweep_{args.name}",
+        model=args.model,
+        plain=args.plain,
+        sampled=args.sampled,
+        held_out=args.held_out,
+        haystack=args.haystack,
+        contexts=tuple(args.contexts),
+        variants=tuple(chosen),
+        device=resolve_device(args.device),
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.table is not None:
+        print(table(json.loads(args.table.read_text(encoding="utf-8"))))
+        return 0
+    if args.name is None:
+        raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
+    sweep = _sweep(args)
+    gpus = visible_gpus()[:1] if sweep.device != "cpu" else ()
+    seconds = None if args.minutes is None else 60 * args.minutes
+    lab = Lab(sweep.root, jobs=args.jobs, gpus=gpus, seconds=seconds)
+    with sigterm_ends(lab):
+        finished = lab.run(steps(sweep))
+    _write(sweep)
+    return 0 if finished else UNFINISHED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m research recipe-sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", nargs="?", choices=RECIPES, help="recipe")
+    add("--folder", type=Path, help="default outputs/sweep_NAME")
+    add("--model", type=Path, help="directory of the original")
+    add("--plain", type=Path, metavar="PREFIX", help="token file of plain text")
+    add("--sampled", type=Path, metavar="PREFIX", help="token file of text that the model wrote")
+    add("--held-out", type=Path, help="text for the perplexity, such as WikiText-2's test set")
+    add("--haystack", type=Path, help="text that hides needles, such as essays")
+    add("--contexts", type=list_of(count), default=[4096], help="prompt tokens (%(default)s)")
+    add("--variants", type=list_of(str), metavar="A,B", help=f"of: {', '.join(VARIANTS)} (all)")
+    add("--jobs", type=count, default=1, help="commands at a time (%(default)s)")
+    add("--minutes", type=duration, help="stop then; the same command continues")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
+    add("--table", type=Path, metavar="FILE", help="print a stored record instead")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return 0, 2 with one line, or 3 if the time is over."""
+    return run_main(lambda: _run(_parser().parse_args(arguments)))
