@@ -11,7 +11,13 @@ TRANSFORMERS_4 := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.
 # Processes that run tests, one thread each; a test may start four more.
 WORKERS ?= 2
 
-.PHONY: setup check fmt fmt-check lint types imports test test-research test-gpu test-slurm test-faults test-mutations test-full docs demo
+# For `test-vllm`: make test-vllm VLLM=0.33.0 VLLM_TORCH=2.14.1 VLLM_PYTHON=python3.11
+VLLM ?= 0.24.0
+VLLM_TORCH ?= 2.11.0
+VLLM_PYTHON ?= python3.12
+VLLM_VENV := .venv-vllm-$(VLLM)
+
+.PHONY: setup check fmt fmt-check lint types imports test test-research test-gpu test-slurm test-vllm test-faults test-mutations test-full docs demo
 
 setup: $(STAMP)
 
@@ -55,6 +61,14 @@ test-gpu: $(STAMP)
 # Starts a SLURM of its own: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(STAMP)
 	$(BIN)/pytest -m slurm tests/e2e/test_slurm.py
+
+# vLLM's engine on a CPU, in an environment of its own: vLLM needs another torch than this package.
+test-vllm:
+	test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install torch==$(VLLM_TORCH)
+	$(VLLM_VENV)/bin/pip install --no-deps vllm==$(VLLM)
+	$(VLLM_VENV)/bin/pip install -r tests/support/vllm_requirements.txt
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest tests/unit/vllm_plugin
 
 # Kills, damage, full disks, NaN: docs/guides/reliability.md quotes the table that it prints.
 test-faults: $(STAMP)

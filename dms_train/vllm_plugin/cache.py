@@ -1,0 +1,86 @@
+"""Paged cache in the memory that vLLM allocates.
+
+The scheduler grants every request enough pages before a step. The host therefore neither reserves
+nor counts pages.
+
+Shape letters: b sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.policies.dms import DMSPolicy
+from dms_train.kernels.decode.types import FreePages
+from dms_train.method.dms.spec import DMSSpec
+
+
+class GrantedPool(DevicePool):
+    """Page pool that has no pages until `bind`; the host neither reserves nor counts them.
+
+    Args:
+        head_size: Channels of a key and of a value.
+        dtype: Dtype of keys and values.
+        device: Device of the pages.
+        page_slots: Slots of one page.
+    """
+
+    def __init__(
+        self, *, head_size: int, dtype: torch.dtype, device: torch.device, page_slots: int
+    ) -> None:
+        super().__init__(
+            head_size=head_size, dtype=dtype, device=device, page_slots=page_slots, pages=0
+        )
+
+    def bind(self, memory: Tensor) -> None:
+        """Use memory for pages, all of them free; no request may hold any.
+
+        Args:
+            memory: Memory without gaps, of any shape; a multiple of the size of a page. Its first
+                page is not allocated.
+        """
+        self.pages = memory.as_strided((memory.numel(),), (1,)).view(-1, *self.pages.shape[1:])
+        self.max_pages = len(self.pages) - 1
+        self.free = FreePages.all_of(self.max_pages, self.device)
+
+
+class GrantedCache(PagedKVCache):
+    """Paged cache of a model that was retrofitted with DMS.
+
+    Args:
+        pool: Pool of the pages.
+        spec: Specification of the model.
+        sizes: Sizes of the cache.
+
+    Attributes:
+        spec: As given.
+    """
+
+    pool: GrantedPool
+
+    def __init__(self, pool: GrantedPool, spec: DMSSpec, sizes: CacheSizes) -> None:
+        super().__init__(pool, DMSPolicy(spec.window, spec.governing_shift), sizes)
+        self.spec = spec
+        self._reserves = False  # the scheduler has granted the pages
+        self._row_numbers = torch.arange(sizes.rows, device=pool.device)
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether the pool has pages."""
+        return self.pool.max_pages > 0
+
+    def free_row(self, row: int) -> None:
+        """Release all pages of a row; the host does not wait."""
+        self.free(self._row_numbers[row : row + 1])
+
+    def held_pages(self, rows: Tensor) -> Tensor:
+        """Return the pages that rows hold in all layers, int32 [b]; -1 after a fault.
+
+        Args:
+            rows: Integers [b].
+        """
+        pages = self.lists.pages(self.lists.lengths[:, rows.long()]).sum((0, 2), dtype=torch.int32)
+        return torch.where(self.pool.free.fault > 0, -1, pages)

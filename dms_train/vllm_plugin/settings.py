@@ -1,0 +1,137 @@
+"""Configuration of vLLM for retrofitted models: what is set, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import vllm.envs as envs
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from dms_train.hf.directory import resolve
+from dms_train.hf.formats import read_spec
+from dms_train.method.dms.spec import DMSSpec
+from dms_train.vllm_plugin.errors import PluginError
+
+SCHEDULER = "dms_train.vllm_plugin.scheduler.build_scheduler"
+_NAN_CHECKS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
+
+
+def read_dms_spec(model: str | Path) -> DMSSpec:
+    """Read the specification of a model directory or of a downloaded hub model.
+
+    Raises:
+        PluginError: The model was not retrofitted with DMS.
+        HFError: The directory is damaged.
+        FileNotFoundError: There is no such directory.
+    """
+    spec = read_spec(resolve(model))
+    if isinstance(spec, DMSSpec):
+        return spec
+    found = "it is a dense model" if spec is None else f"it was trained for {spec.kind}"
+    raise PluginError(f"{model}: {found}; give an export that was retrofitted with dms")
+
+
+class RetrofittedConfig(VerifyAndUpdateConfig):
+    """Hook of vLLM for the architectures `<Family>ForCausalLMDMS`."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Refuse options that DMS does not support; choose scheduler and attention backend.
+
+        Raises:
+            PluginError: One line that names the option.
+        """
+        read_dms_spec(vllm_config.model_config.model)
+        for refused, message in _refusals(vllm_config):
+            if refused:
+                raise PluginError(f"a DMS model in vLLM: {message}")
+        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+        vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+
+
+class PlainConfig(VerifyAndUpdateConfig):
+    """Hook of vLLM for the architectures of dense models."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Refuse a retrofitted model, which vLLM would run without eviction.
+
+        Raises:
+            PluginError: One line that names the architecture to set.
+        """
+        model = vllm_config.model_config
+        if _is_retrofitted(model):
+            raise PluginError(
+                f"{model.model}: a DMS model listed as {model.architecture}; "
+                f'pass --hf-overrides \'{{"architectures": ["{model.architecture}DMS"]}}\''
+            )
+
+
+def _is_retrofitted(model: ModelConfig) -> bool:
+    """Return whether a model directory, or else the configuration that vLLM read, names DMS."""
+    if Path(model.model).is_dir():
+        return read_spec(model.model) is not None
+    values = model.hf_config.to_dict()
+    return "dms" in values or "dms_window_size" in values
+
+
+def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
+    """Return conditions under which an option is refused, each with what is wrong and the fix."""
+    cache, parallel, model = config.cache_config, config.parallel_config, config.model_config
+    size, runner = cache.block_size, model.runner_type
+    nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
+    return [
+        (
+            cache.enable_prefix_caching,
+            "there is no prefix cache; remove --enable-prefix-caching",
+        ),
+        (
+            config.speculative_config,
+            "speculative decoding cannot undo an eviction; remove --speculative-config",
+        ),
+        (
+            config.kv_transfer_config,
+            "KV connectors find no data in blocks; remove --kv-transfer-config",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism is not supported; remove --pipeline-parallel-size",
+        ),
+        (
+            parallel.tensor_parallel_size > 1,
+            "tensor parallelism is not supported; remove --tensor-parallel-size",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism is not supported; use a size of 1",
+        ),
+        (parallel.enable_dbo, "dual batch overlap is not supported; remove --enable-dbo"),
+        (config.lora_config, "LoRA changes the eviction channel; remove --enable-lora"),
+        (
+            cache.cache_dtype != "auto",
+            f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto",
+        ),
+        (model.enable_sleep_mode, "sleep mode drops the cache; remove --enable-sleep-mode"),
+        (
+            config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
+            "it has a scheduler of its own; remove --scheduler-cls",
+        ),
+        (
+            config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM),
+            "it has an attention backend of its own; remove --attention-backend",
+        ),
+        (size & (size - 1), f"block_size={size} is not a power of two; use 16"),
+        (runner != "generate", f"runner={runner} is not supported; use generate"),
+        (
+            nan_checks,
+            f"{' and '.join(nan_checks)} use the channel that reports pages; unset them",
+        ),
+        (
+            not config.use_v2_model_runner,
+            "it needs model runner V2; unset VLLM_USE_V2_MODEL_RUNNER, and remove the options that "
+            "vLLM's warning names, if there is one",
+        ),
+    ]

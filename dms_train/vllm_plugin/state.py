@@ -1,0 +1,97 @@
+"""State of a retrofitted model in vLLM's model runner V2: cache rows, batches, reports of pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from dms_train.vllm_plugin.attention import batch_attention
+from dms_train.vllm_plugin.cache import GrantedCache
+
+
+class ReportingSampler:
+    """Sampler that adds the pages of each request to its output.
+
+    They take the field for NaNs in logits, which vLLM copies to the host with the sampled tokens.
+
+    Args:
+        sampler: Sampler of vLLM.
+        cache: The cache.
+    """
+
+    def __init__(self, sampler: Any, cache: GrantedCache) -> None:
+        self._sampler, self._cache = sampler, cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __call__(self, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample as vLLM does."""
+        output = self._sampler(logits, input_batch, *args, **kwargs)
+        output.num_nans = self._cache.held_pages(input_batch.idx_mapping)
+        return output
+
+
+class DMSModelState(DefaultModelState):
+    """Model state that gives each request a row of the cache.
+
+    A row is the request's index in vLLM's request state, which is fixed while the request runs.
+    """
+
+    def __init__(self, vllm_config: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, model, *args, **kwargs)
+        self._attention, self._cache, self._table = model.retrofit
+        self._rows: dict[str, int] = {}
+        self._memory: Tensor | None = None
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """Give a request, new or resumed after a preemption, an empty row.
+
+        Raises:
+            RuntimeError: Some of its tokens are already computed, in a cache that is gone.
+        """
+        super().add_request(req_index, new_req_data)
+        if new_req_data.num_computed_tokens:
+            raise RuntimeError(
+                f"request {new_req_data.req_id} continues after {new_req_data.num_computed_tokens} "
+                "tokens: streaming input is not supported with DMS; send the whole prompt"
+            )
+        self._rows[new_req_data.req_id] = req_index
+
+    def remove_request(self, req_id: str) -> None:
+        """Release the pages of a request that has finished or is preempted."""
+        super().remove_request(req_id)
+        row = self._rows.pop(req_id, None)
+        if row is not None:
+            self._cache.free_row(row)
+
+    def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Describe a batch for all layers; None for a dummy batch, which stores nothing.
+
+        Args:
+            input_batch: The batch.
+            *args: Not used: block tables and slot mappings have no meaning for the cache.
+            **kwargs: Not used.
+
+        Returns:
+            Metadata by name of the layer.
+        """
+        batch = None
+        if all(req_id in self._rows for req_id in input_batch.req_ids):
+            self._bind_memory()
+            position = input_batch.positions[: input_batch.num_tokens]
+            batch = batch_attention(self._cache, input_batch, position, self._table)
+        return {layer.layer_name: batch for layer in self._attention}
+
+    def _bind_memory(self) -> None:
+        """Give the cache the memory of vLLM, which may replace one that it only measured with."""
+        memory = self._attention[0].kv_cache
+        if memory is not self._memory:
+            self._cache.pool.bind(memory)
+            self._memory = memory
+
+    def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
+        """Wrap the sampler."""
+        return ReportingSampler(sampler, self._cache), None

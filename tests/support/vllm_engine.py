@@ -1,0 +1,174 @@
+"""Jobs for vLLM's engine; imported after `vllm_cpu` has prepared the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.worker_base import WorkerBase
+
+from dms_train.vllm_plugin.credit import CreditManager
+from tests.support.vllm_cpu import MEMORY
+
+
+class Recorder(Executor):
+    """Runs the model in this process and records each step."""
+
+    supported_tasks = ("generate",)
+    steps: list[dict[str, Any]]
+
+    def _init_executor(self) -> None:
+        config = self.vllm_config
+        config.device_config.device = torch.device("cpu")
+        config.load_config.device = "cpu"
+        self.steps = []
+        with set_current_vllm_config(config):
+            if not torch.distributed.is_initialized():
+                store = f"file://{Path(sys.argv[2]).resolve()}/store"
+                init_distributed_environment(1, 0, store, 0, "gloo")
+                ensure_model_parallel_initialized(1, 1)
+            self.runner = GPUModelRunner(config, torch.device("cpu"))
+            self.runner.load_model()
+        self.cache = self.runner.model.retrofit.cache
+
+    def determine_available_memory(self) -> list[int]:
+        return [MEMORY]
+
+    def get_kv_cache_specs(self) -> list[Any]:
+        return [self.runner.get_kv_cache_spec()]
+
+    def initialize_from_config(self, configs: list[Any]) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.runner.initialize_kv_cache(configs[0])
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        return [WorkerBase.get_supported_kv_cache_layouts(self)]  # from 0.33 on
+
+    def set_kv_cache_layout(self, *_: Any) -> None:
+        pass  # the process has one configuration
+
+    def compile_or_warm_up_model(self) -> None:
+        pass
+
+    def collective_rpc(self, *_: Any, **__: Any) -> list[None]:
+        return [None]
+
+    def execute_model(self, output: Any, non_block: bool = False) -> Any:
+        done = self.runner.execute_model(output)
+        self._record(output)
+        return self._returned(done, non_block)
+
+    def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
+        return self._returned(self.runner.sample_tokens(grammar), non_block)
+
+    def _record(self, output: Any) -> None:
+        cache, state = self.cache, self.runner.req_states
+        counts = output.num_scheduled_tokens
+        lengths = cache.lists.lengths
+        computed = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        rows = {name: state.req_id_to_index[name] for name in counts}
+        self.steps.append(
+            {
+                "preempted": sorted(output.preempted_req_ids or ()),
+                "used": int(cache.lists.pages(lengths).sum()),
+                "free": int(cache.pool.free.left) if cache.is_bound else None,
+                "block_ids": [list(r.block_ids) for r in output.scheduled_new_reqs],
+                "requests": {
+                    name: {
+                        "new": count,
+                        "seen": computed[name] + count,
+                        "lengths": lengths[:, rows[name]].tolist(),
+                    }
+                    for name, count in counts.items()
+                },
+            }
+        )
+
+    @staticmethod
+    def _returned(output: Any, non_block: bool) -> Any:
+        if hasattr(output, "get_output"):
+            output = output.get_output()
+        if not non_block:
+            return output
+        future: Future[Any] = Future()
+        future.set_result(output)
+        return future
+
+    def check_health(self) -> None:
+        pass
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
+
+def configure(job: dict[str, Any]) -> dict[str, Any]:
+    """Build the configuration of an engine; the error if it is refused."""
+    os.environ.update(job["environment"])
+    try:
+        config = EngineArgs(model=job["model"], **job["options"]).create_engine_config()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        for name in job["environment"]:
+            del os.environ[name]
+    return {
+        "scheduler": config.scheduler_config.scheduler_cls,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+    }
+
+
+def generate(job: dict[str, Any]) -> dict[str, Any]:
+    """Continue `prompts` greedily; the tokens, and after each step the lengths of all KV lists."""
+    llm = LLM(
+        model=job["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        generation_config="vllm",
+        enforce_eager=True,
+        disable_custom_all_reduce=True,
+        distributed_executor_backend=Recorder,
+        num_gpu_blocks_override=job["blocks"],
+        compilation_config={"custom_ops": ["none"]},
+        **job["options"],
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    params = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in job["max_tokens"]
+    ]
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    recorder = core.model_executor
+    recorder.execute_model(core.scheduler.schedule())  # workers learn of the last finished requests
+    return {
+        "tokens": [o.outputs[0].token_ids for o in outputs],
+        "names": [o.request_id for o in outputs],
+        "steps": recorder.steps,
+        "scheduler": type(core.scheduler).__name__,
+        "free_blocks": pool.get_num_free_blocks(),
+        "pages": recorder.cache.pool.max_pages,
+    }
+
+
+def starve(job: dict[str, Any]) -> str:
+    """Charge one block for each request instead of what it may need; the error that follows."""
+    CreditManager._bound = lambda *_: 1
+    try:
+        generate(job)
+    except Exception as error:
+        return str(error)
+    return ""

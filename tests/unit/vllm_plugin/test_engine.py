@@ -1,0 +1,198 @@
+"""Exports in vLLM's engine: the tokens and the cache of this project's engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dms_train.export.writer import write_export
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import SamplingParams
+from tests.interop.conftest import ours
+from tests.unit.inference.conftest import (
+    random_ids,
+    small_spec,
+    tiny_architecture,
+    varied_weights,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+PROMPTS = [random_ids(length, seed=length) for length in (5, 40, 90, 33, 1, 64)]
+NEW_TOKENS = 12
+OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
+# family, format, preset
+EXPORTS = {
+    "llama-dms": ("llama", "dms", "dms"),
+    "llama-fastdms": ("llama", "fastdms", "dms_fastdms"),
+    "mistral-dms": ("mistral", "dms", "dms"),
+    "qwen2-dms": ("qwen2", "dms", "dms"),
+    "qwen3-dms": ("qwen3", "dms", "dms"),
+    "qwen3-nvidia": ("qwen3", "nvidia", "dms_nvidia"),
+    "qwen3-fastdms": ("qwen3", "fastdms", "dms_fastdms"),
+}
+
+
+def write(path: Path, family: str, export_format: str, preset: str, **sizes: int) -> str:
+    a = replace(tiny_architecture(family), **sizes)
+    write_export(
+        path,
+        architecture=a,
+        spec=small_spec(preset),
+        cr_factor=None,
+        target_cr=2.0,
+        dtype=torch.float32 if export_format == "dms" else torch.bfloat16,
+        export_format=export_format,
+        weights=varied_weights(a, 0).items(),
+        source_dir=None,
+        selftest=None,
+        block_size=4,
+        provenance={},
+    )
+    return str(path)
+
+
+def job(model: str, blocks: int = 200, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "model": model,
+        "prompts": PROMPTS,
+        "max_tokens": [NEW_TOKENS] * len(PROMPTS),
+        "blocks": blocks,
+        "options": OPTIONS,
+    }
+    return {**fields, **changes}
+
+
+@dataclass
+class Served:
+    """An export, and what vLLM's engine made of it."""
+
+    model: str
+    result: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def served(in_vllm, tmp_path_factory) -> dict[str, Served]:
+    folder = tmp_path_factory.mktemp("exports")
+    models = {name: write(folder / name, *how) for name, how in EXPORTS.items()}
+    jobs = [job(model) for model in models.values()]
+    models["synchronous"] = models["llama-dms"]
+    jobs.append(job(models["synchronous"], options={**OPTIONS, "async_scheduling": False}))
+    results = in_vllm("generate", jobs)
+    return {
+        name: Served(model, result)
+        for (name, model), result in zip(models.items(), results, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", [*EXPORTS, "synchronous"])
+def test_tokens_are_those_of_the_own_engine(served, name):
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = LLM(served[name].model, dtype="float32").generate(PROMPTS, params)
+    assert served[name].result["tokens"] == [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.mark.parametrize("name", [*EXPORTS, "synchronous"])
+def test_lists_are_as_long_as_in_the_own_engine_after_every_step(served, name):
+    model, result = served[name].model, served[name].result
+    expected = {
+        request: ours(model, prompt + tokens, prompt=1)["live"]
+        for request, prompt, tokens in zip(result["names"], PROMPTS, result["tokens"], strict=True)
+    }
+    compared = evicted = 0
+    for step in result["steps"]:
+        for request, found in step["requests"].items():
+            live = expected[request.partition("-")[0]][found["seen"] - 1].tolist()
+            assert found["lengths"] == live, (request, found["seen"])
+            compared += 1
+            evicted += found["seen"] * 4 > sum(map(sum, live))
+    assert compared > 6 * NEW_TOKENS
+    assert evicted > compared / 2
+
+
+def test_batches_mix_chunks_of_prompts_with_single_tokens(served):
+    for name, case in served.items():
+        counts = [
+            sorted(r["new"] for r in step["requests"].values()) for step in case.result["steps"]
+        ]
+        assert any(c and c[0] == 1 and c[-1] > 1 for c in counts)
+        assert any(0 < c[-1] < 48 and len(c) > 1 for c in counts if c)
+        expected = "DMSScheduler" if name == "synchronous" else "DMSAsyncScheduler"
+        assert case.result["scheduler"] == expected
+
+
+def test_no_block_has_an_address(served):
+    for case in served.values():
+        assert all(ids == [[]] for step in case.result["steps"] for ids in step["block_ids"])
+
+
+def storm(model: str, blocks: int) -> dict[str, Any]:
+    """200 requests, at most 16 at once."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 48, (200,), generator=draw).tolist()
+    outputs = torch.randint(2, 16, (200,), generator=draw).tolist()
+    return job(
+        model,
+        blocks,
+        prompts=[random_ids(length, seed=i) for i, length in enumerate(lengths)],
+        max_tokens=outputs,
+        options={
+            "max_model_len": 64,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+            "block_size": 4,
+        },
+    )
+
+
+LARGE, SMALL = 400, 22
+
+
+@pytest.fixture(scope="module")
+def storms(in_vllm, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results with a large pool, and with a pool of a quarter of the pages that are used there."""
+    sizes = {"num_layers": 1, "num_attention_heads": 2}  # the interpreter is slow
+    path = tmp_path_factory.mktemp("storm") / "export"
+    model = write(path, *EXPORTS["llama-dms"], **sizes)
+    large, small = in_vllm("generate", [storm(model, blocks) for blocks in (LARGE, SMALL)])
+    return large, small
+
+
+def preemptions(result: dict[str, Any]) -> int:
+    return sum(len(step["preempted"]) for step in result["steps"])
+
+
+def test_preemptions_change_no_token(storms):
+    large, small = storms
+    print(f"preemptions {preemptions(small)}, steps {len(large['steps'])}, {len(small['steps'])}")
+    assert preemptions(large) == 0
+    assert preemptions(small) >= 20
+    assert small["tokens"] == large["tokens"]
+
+
+def test_pages_never_exceed_the_pool(storms):
+    large, small = storms
+    most = [max(step["used"] for step in result["steps"]) for result in storms]
+    print(f"most pages {most}, pool {small['pages']}")
+    assert small["pages"] * 4 <= most[0]
+    for result in (large, small):
+        bound = [step for step in result["steps"] if step["free"] is not None]
+        assert all(step["used"] + step["free"] == result["pages"] for step in bound)
+
+
+def test_all_pages_and_blocks_come_back(storms):
+    for result, blocks in zip(storms, (LARGE, SMALL), strict=True):
+        assert result["free_blocks"] == blocks - 1  # vLLM never grants one
+        assert result["steps"][-1]["used"] == 0
+        assert result["steps"][-1]["free"] == result["pages"]
+
+
+def test_a_token_without_a_page_is_an_error(in_vllm, tmp_path):
+    model = write(tmp_path / "export", *EXPORTS["llama-dms"])
+    options = {**OPTIONS, "max_model_len": 112}
+    (error,) = in_vllm("starve", [job(model, 10, options=options)])
+    assert "a token of its batch found no page" in error

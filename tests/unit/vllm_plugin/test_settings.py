@@ -1,0 +1,121 @@
+"""Options of vLLM that a retrofitted model refuses, and what it sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dms_train.export.writer import write_export
+from dms_train.hf.json_files import read_json, write_json
+from tests.unit.inference.conftest import small_spec, tiny_architecture, varied_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BASE = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256}
+PROCESSES = {"distributed_executor_backend": "mp"}  # without it vLLM counts the GPUs first
+# name: options, environment, beginning of the reason
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
+    "prefix caching": ({"enable_prefix_caching": True}, {}, "there is no prefix cache"),
+    "speculation": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {},
+        "speculative decoding",
+    ),
+    "connector": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        {},
+        "KV connectors",
+    ),
+    "pipeline": ({"pipeline_parallel_size": 2, **PROCESSES}, {}, "pipeline parallelism"),
+    "tensor parallel": ({"tensor_parallel_size": 2, **PROCESSES}, {}, "tensor parallelism"),
+    "old runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "it needs model runner V2"),
+    "NaN check": ({}, {"VLLM_COMPUTE_NANS_IN_LOGITS": "1"}, "VLLM_COMPUTE_NANS_IN_LOGITS use"),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype=fp8 is not supported"),
+    "odd blocks": ({"block_size": 48}, {}, "block_size=48 is not a power of two"),
+    "lora": ({"enable_lora": True}, {}, "LoRA changes the eviction channel"),
+    "own scheduler": (
+        {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+        {},
+        "it has a scheduler of its own",
+    ),
+    "own backend": ({"attention_backend": "FLASH_ATTN"}, {}, "it has an attention backend"),
+}
+
+
+def write(path: Path, *, retrofitted: bool) -> Path:
+    a = tiny_architecture("qwen3")
+    write_export(
+        path,
+        architecture=a,
+        spec=small_spec("dms_fastdms") if retrofitted else None,
+        cr_factor=None,
+        target_cr=2.0,
+        dtype=torch.bfloat16,
+        export_format="fastdms",
+        weights=varied_weights(a, 0).items(),
+        source_dir=None,
+        selftest=None,
+        provenance={},
+    )
+    return path
+
+
+def list_as(path: Path, architecture: str) -> None:
+    config = read_json(path / "config.json")
+    write_json(path / "config.json", {**config, "architectures": [architecture]})
+
+
+@pytest.fixture(scope="module")
+def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    export = write(folder / "export", retrofitted=True)
+    dense = write(folder / "dense", retrofitted=False)
+    plain = write(folder / "plain", retrofitted=True)
+    list_as(plain, "Qwen3ForCausalLM")
+    mislabelled = write(folder / "mislabelled", retrofitted=False)
+    list_as(mislabelled, "Qwen3ForCausalLMDMS")
+    cases = {
+        name: (export, options, environment) for name, (options, environment, _) in REFUSED.items()
+    }
+    others = {"export": export, "dense": dense, "plain": plain, "mislabelled": mislabelled}
+    cases |= {name: (path, {}, {}) for name, path in others.items()}
+    architecture = {"hf_overrides": {"architectures": ["Qwen3ForCausalLMDMS"]}}
+    cases["plain, overridden"] = (plain, architecture, {})
+    jobs = [
+        {"model": str(path), "options": {**BASE, **options}, "environment": environment}
+        for path, options, environment in cases.values()
+    ]
+    return dict(zip(cases, in_vllm("configure", jobs), strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_is_refused_in_one_line(configured, name):
+    error = configured[name]["error"]
+    assert error.startswith(f"PluginError: a DMS model in vLLM: {REFUSED[name][2]}")
+    assert "\n" not in error
+
+
+def test_a_dms_model_under_a_plain_architecture_is_refused(configured):
+    error = configured["plain"]["error"]
+    assert "a DMS model listed as Qwen3ForCausalLM" in error
+    assert '--hf-overrides \'{"architectures": ["Qwen3ForCausalLMDMS"]}\'' in error
+    assert error.startswith("PluginError")
+
+
+def test_a_dense_model_under_the_architecture_of_dms_is_refused(configured):
+    assert "it is a dense model" in configured["mislabelled"]["error"]
+
+
+@pytest.mark.parametrize("name", ["export", "plain, overridden"])
+def test_an_export_gets_its_scheduler_and_no_prefix_cache(configured, name):
+    assert configured[name] == {
+        "scheduler": "dms_train.vllm_plugin.scheduler.build_scheduler",
+        "prefix_caching": False,
+    }
+
+
+def test_a_dense_model_is_left_alone(configured):
+    assert configured["dense"] == {"scheduler": None, "prefix_caching": True}
