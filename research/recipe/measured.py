@@ -15,6 +15,7 @@ from benchmarks import timing
 from benchmarks.records import origin
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
+from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
 from research.recipe.evaluations import needle_contexts, needles_folder, perplexity_file, results
 from research.recipe.steps import Model, Settings, Task, models, trainings
@@ -51,10 +52,10 @@ def cells(settings: Settings) -> list[NeedleCell]:
 
 
 def _training(overrides: list[str]) -> dict[str, float]:
-    """Return steps, tokens and minutes of the steps; exports on the way are held besides."""
+    """Return steps, tokens and minutes of the steps; those of branches are counted separately."""
     config = compose(overrides)
-    lines = (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if "train/tokens_per_second" in row]
+    logged = read_rows(Path(config.run.dir) / "metrics.jsonl")
+    rows = [row for row in logged if "train/tokens_per_second" in row]
     by_step = {row["step"]: row for row in rows}  # a resumed run repeats the steps since a save
     tokens, seconds = 0, 0.0
     for _, row in sorted(by_step.items()):
@@ -133,11 +134,11 @@ def _score(
         for (task, name), row in rows.items():
             if task == key and name.partition(",")[0] == metric:
                 kind = name.partition(",")[2] or "none"
-                error = found["results"][key].get(f"{metric}_stderr,{kind}", math.nan)
+                error = found["results"][key].get(f"{metric}_stderr,{kind}")
                 return {
                     "metric": name,
                     "score": row["model"],
-                    "half_width": _Z * float(error),
+                    "half_width": _Z * error if isinstance(error, float) else None,
                     "documents": row["documents"],
                     "difference": row["difference"],
                 }

@@ -103,7 +103,10 @@ def _interval(estimate: Mapping[str, float] | None, form: str = ".3f") -> str:
 
 
 def _score(score: Mapping[str, Any] | None) -> str:
-    return "-" if score is None else f"{score['score']:.3f} +- {score['half_width']:.3f}"
+    if score is None:
+        return "-"
+    width = score["half_width"]  # None of one document
+    return f"{score['score']:.3f}" + ("" if width is None else f" +- {width:.3f}")
 
 
 def _trainings(trainings: Mapping[str, Mapping[str, float]]) -> str:

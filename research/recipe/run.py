@@ -23,11 +23,11 @@ about quality.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
+from benchmarks.records import show
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
@@ -76,8 +76,7 @@ def _cache_bytes(jobs: int, device: str) -> int | None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.table is not None:
-        print(report_text(json.loads(args.table.read_text(encoding="utf-8"))), end="")
-        return 0
+        return show(args.table, report_text)
     if args.name is None:
         raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
     settings = _settings(args)

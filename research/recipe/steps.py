@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dms_train.cli.config_source import ASSETS_DIR, compose
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.registry import check_policy, parse_options
 from research.lab.steps import Step
 
@@ -271,6 +272,10 @@ def check_policies(settings: Settings) -> None:
     Raises:
         InferenceError: The line names the policy and its options.
     """
+    for given in settings.policies:
+        for option in given.split(":")[1:]:
+            if option.partition("=")[0] in ("cr", "budget"):
+                raise InferenceError(f"--policies {given}: --policy-ratios sets the ratio")
     for model in _with_policies(settings):
         check_policy(model.policy, parse_options(model.options))
 

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.records import origin
+from benchmarks.records import origin, show
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
 from dms_train.tables import markdown_table
 from research.lab.arguments import count, duration, list_of
@@ -172,9 +173,12 @@ def _finished(sweep: Sweep, name: str) -> bool:
 def _row(sweep: Sweep, name: str) -> dict[str, Any]:
     folder = sweep.folder(name)
     measured = json.loads((folder / "perplexity.json").read_text(encoding="utf-8"))["model"]
-    row: dict[str, Any] = {"variant": name, "overrides": list(VARIANTS.get(name, ()))}
+    row: dict[str, Any] = {"variant": name}
     if name != ORIGINAL:
-        row |= _training(folder / "train" / "metrics.jsonl")
+        words = json.loads(
+            (sweep.root / "state" / f"{_step('train', name)}.done").read_text("utf-8")
+        )
+        row |= {"overrides": words[len(TRAIN) :], **_training(folder / "train" / "metrics.jsonl")}
     for part in ("window", "continuation"):
         row[part] = {key: measured[part][key] for key in ("perplexity", "nats", "cr_factor")}
     for context in sweep.contexts:
@@ -186,14 +190,13 @@ def _row(sweep: Sweep, name: str) -> dict[str, Any]:
 
 def _training(metrics: Path) -> dict[str, Any]:
     """Return the tokens and the last evaluation of a run."""
-    text = metrics.read_text(encoding="utf-8")
-    last = [row for row in map(json.loads, text.splitlines()) if "eval/kl" in row][-1]
+    last = [row for row in read_rows(metrics) if "eval/kl" in row][-1]
     return {"tokens": last["tokens"], **{name: last.get(f"eval/{name}") for name in ("kl", "cr")}}
 
 
 def table(record: dict[str, Any]) -> str:
     """Return the rows of a record as Markdown."""
-    contexts = [key for key in record["rows"][0] if key.startswith("needles_")]
+    contexts = [key for key in next(iter(record["rows"]), {}) if key.startswith("needles_")]
     header = ["variant", "tokens, M", "KL", "CR", "perplexity", "of continuations"]
     header += [f"needles {int(key.removeprefix('needles_')):,}" for key in contexts]
     return markdown_table(header, [_cells(row, contexts) for row in record["rows"]])
@@ -256,8 +259,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
 
 def _run(args: argparse.Namespace) -> int:
     if args.table is not None:
-        print(table(json.loads(args.table.read_text(encoding="utf-8"))))
-        return 0
+        return show(args.table, table)
     if args.name is None:
         raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
     sweep = _sweep(args)

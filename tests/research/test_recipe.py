@@ -15,13 +15,15 @@ import pytest
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
+from dms_train.inference.errors import InferenceError
 from research.lab.run import UNFINISHED
 from research.lab.steps import as_text
 from research.recipe import run as recipe
 from research.recipe.evaluations import results, steps
+from research.recipe.measured import measured
 from research.recipe.prompts import prompts
-from research.recipe.report import write_report
-from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, exports
+from research.recipe.report import report_text, write_report
+from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, check_policies, exports
 from tests.support import hub_model
 
 pytestmark = pytest.mark.timeout(1200)
@@ -343,3 +345,25 @@ def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> Non
     card = (exports(chosen)["cr2"] / "README.md").read_text()
     assert "0.400 +- 0.020" in card
     assert "0.125" in card
+
+
+def test_a_report_leaves_out_what_is_not_measured(tmp_path: Path) -> None:
+    """Training and one validation have finished, nothing else."""
+    chosen = settings(tmp_path, haystack=Path("essays.txt"), held_out=Path("wikitext.txt"))
+    (tmp_path / "train").mkdir()
+    logged = {"step": 4, "tokens": 120, "train/tokens_per_second": 2.0}
+    ((tmp_path / "train") / "metrics.jsonl").write_text(json.dumps(logged) + '\n{"cut off')
+    validation = tmp_path / "validation" / "cr4"
+    validation.mkdir(parents=True)
+    (validation / "metrics.json").write_text(json.dumps({"cr_factor": 4.1}))
+    numbers = measured(chosen)
+    assert numbers["trainings"]["train"]["minutes"] == 1.0
+    lines = report_text(numbers).splitlines()
+    assert "| model | cr_factor |" in lines
+    assert "| original | - |" in lines
+    assert "| cr4 | 4.1 |" in lines
+
+
+def test_a_ratio_is_set_in_one_place(tmp_path: Path) -> None:
+    with pytest.raises(InferenceError, match="--policy-ratios"):
+        check_policies(settings(tmp_path, policies=("h2o:cr=6",)))

@@ -80,7 +80,10 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "state").mkdir()
     for kind in ("perplexity", "needles"):
         (tmp_path / "state" / f"{kind}_base.done").touch()
+    words = json.dumps(["-m", "dms_train", "optim.lr=1e-4"])
+    (tmp_path / "state" / "train_base.done").write_text(words)
     (row,) = rows(chosen)
+    assert row["overrides"] == ["optim.lr=1e-4"]
     assert (row["tokens"], row["kl"], row["cr"]) == (500, 0.25, 4.5)
     assert table({"rows": [row]}).splitlines()[-1] == (
         "| base | 0.0 | 0.2500 | 4.20 | 20.00 | 18.00 |"
