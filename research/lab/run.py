@@ -227,6 +227,20 @@ def sigterm_ends(lab: Lab) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def run_steps(
+    root: Path, made: list[Step], *, jobs: int, device: str, minutes: float | None
+) -> bool:
+    """Run steps on one GPU, or on the CPU; return False if the time is over before they finish.
+
+    Raises:
+        EvaluationError, SystemExit: As in `Lab.run`.
+    """
+    gpus = visible_gpus()[:1] if device != "cpu" else ()
+    lab = Lab(root, jobs=jobs, gpus=gpus, seconds=None if minutes is None else 60 * minutes)
+    with sigterm_ends(lab):
+        return lab.run(made)
+
+
 def _settings(args: argparse.Namespace) -> Settings:
     scale = SCALES[args.scale]
     if args.problems is not None:

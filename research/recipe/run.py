@@ -32,7 +32,7 @@ from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
 from research.lab.arguments import count, duration, list_of
-from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
+from research.lab.run import UNFINISHED, run_steps
 from research.recipe.evaluations import steps
 from research.recipe.report import report_text, write_report
 from research.recipe.steps import RECIPES, Settings, check_policies, trainings
@@ -80,11 +80,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.name is None:
         raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
     settings = _settings(args)
-    gpus = visible_gpus()[:1] if settings.device != "cpu" else ()
-    seconds = None if args.minutes is None else 60 * args.minutes
-    lab = Lab(settings.root, jobs=args.jobs, gpus=gpus, seconds=seconds)
-    with sigterm_ends(lab):
-        finished = lab.run(steps(settings))
+    how = {"jobs": args.jobs, "device": settings.device, "minutes": args.minutes}
+    finished = run_steps(settings.root, steps(settings), **how)
     if all((settings.root / "state" / f"{name}.done").is_file() for name in trainings(settings)):
         print(write_report(settings), flush=True)
     if not finished:

@@ -30,7 +30,7 @@ from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
 from dms_train.tables import markdown_table
 from research.lab.arguments import count, duration, list_of
-from research.lab.run import UNFINISHED, Lab, sigterm_ends, visible_gpus
+from research.lab.run import UNFINISHED, run_steps
 from research.lab.steps import Step
 from research.recipe.steps import EVALUATE, NEEDLES, ORIGINAL, RECIPES, TRAIN
 
@@ -263,11 +263,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.name is None:
         raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
     sweep = _sweep(args)
-    gpus = visible_gpus()[:1] if sweep.device != "cpu" else ()
-    seconds = None if args.minutes is None else 60 * args.minutes
-    lab = Lab(sweep.root, jobs=args.jobs, gpus=gpus, seconds=seconds)
-    with sigterm_ends(lab):
-        finished = lab.run(steps(sweep))
+    how = {"jobs": args.jobs, "device": sweep.device, "minutes": args.minutes}
+    finished = run_steps(sweep.root, steps(sweep), **how)
     _write(sweep)
     return 0 if finished else UNFINISHED
 
