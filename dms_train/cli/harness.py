@@ -58,12 +58,13 @@ def evaluate_tasks(words: list[str]) -> None:
         original = _Evaluation(args.original, dense, folder, tasks, options, args).results()
         gc.collect()  # the engine is part of reference cycles and holds the GPU's memory
     results = model.results()
-    scores = comparison.compare(results, original, args.published)
+    scores = comparison.compare(results, original, args.published, tasks.names)
     comparison.write(scores, args.output)
     print(comparison.table(scores))
     for name, each in (("original", original), ("model", results)):
-        if each is not None and "kv" in each["dms"]:
-            print(f"{name:8}  {_cost(each['dms']['kv'])}")
+        by_task = {} if each is None else each["dms"]["kv_by_task"]
+        if costs := [by_task[key] for key in tasks.keys if key in by_task]:
+            print(f"{name:8}  {_cost(run.total_cost(costs))}")
     print(args.output / run.RESULTS)
 
 
@@ -156,15 +157,15 @@ class _Evaluation:
             args.log_samples,
         )
         self._facts = run.facts(model, *self._asked, samples=args.log_samples)
-        self._finished = {} if args.overwrite else run.finished_results(folder, self._facts)
+        self._finished = {} if args.overwrite else run.finished_results(folder, self._facts, tasks)
 
     def results(self) -> dict[str, Any]:
         """Evaluate the model, and write the results after every task."""
         from dms_train.evaluation.harness import run
 
         results = self._finished
-        for results in run.evaluate(*self._asked, self._facts, self._finished):
-            run.write_results(results, self._folder, samples=self._samples)
+        for task, results in run.evaluate(*self._asked, self._facts, self._finished):
+            run.write_results(results, self._folder, task.names if self._samples else ())
         return results
 
 

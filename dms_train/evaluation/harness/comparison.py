@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -99,7 +99,7 @@ def require_same_conditions(
         conditions: From `run.conditions`, of the run that shall be compared.
         tasks: Keys of the tasks and groups of that run.
     """
-    absent = [key for key in tasks if key not in original["results"]]
+    absent = [key for key in tasks if key not in original["dms"].get("tasks", {})]
     if absent:
         raise EvaluationError(
             f"--original: its results lack {', '.join(absent)}; evaluate the model again"
@@ -115,18 +115,22 @@ def require_same_conditions(
 
 
 def compare(
-    model: Mapping[str, Any], original: Mapping[str, Any] | None, published: str | None
+    model: Mapping[str, Any],
+    original: Mapping[str, Any] | None,
+    published: str | None,
+    names: Collection[str],
 ) -> list[ComparedScore]:
-    """Return every metric of every task, in the order of the results.
+    """Return every metric of some tasks, in the order of the results.
 
     Args:
         model: Results of the model.
         original: Results of the original; None compares with nothing.
         published: Name of a model in `published_scores`; None takes none.
+        names: Tasks and groups to compare, `LoadedTasks.names`.
     """
     scores = []
-    for task, values in model["results"].items():
-        for metric, value in values.items():
+    for task in filter(names.__contains__, model["results"]):
+        for metric, value in model["results"][task].items():
             if not _is_score(metric, value):
                 continue
             other = None if original is None else original["results"].get(task, {}).get(metric)

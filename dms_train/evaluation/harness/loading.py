@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
+import itertools
+import json
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +81,39 @@ class LoadedTask(NamedTuple):
     @property
     def key(self) -> str:
         """Name in the results."""
-        return f"{getattr(self.item, 'task_name', None) or self.item.name}{self.suffix}"
+        return f"{_name(self.item)}{self.suffix}"
+
+    @property
+    def members(self) -> list[Any]:
+        """The task; or the group, the groups in it, and their tasks."""
+        if not hasattr(self.item, "get_all_tasks"):
+            return [self.item]
+        return [self.item, *self.item.get_all_groups(), *self.item.get_all_tasks()]
+
+    @property
+    def names(self) -> set[str]:
+        """All names in the results: the key and those of the members."""
+        return {f"{_name(member)}{self.suffix}" for member in self.members}
+
+    def sha256(self, definitions: Mapping[str, Any]) -> str:
+        """Return a hash of the definitions of all members.
+
+        Args:
+            definitions: From `LoadedTasks`; these files count by content instead of path.
+        """
+        stated = []
+        for member in self.members:
+            if not hasattr(member, "dump_config"):
+                stated.append(member.aggregate_metric_list)
+                continue
+            config = member.dump_config()
+            config.get("metadata", {}).pop("config_source", None)  # a temporary path with --data
+            if (local := definitions.get(member.task_name)) is not None:
+                config["dataset_kwargs"] = local
+            stated.append(config)
+        text = json.dumps(stated, default=str)
+        # functions without source code are written with their address
+        return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
 
 
 class LoadedTasks(NamedTuple):
@@ -98,13 +132,18 @@ class LoadedTasks(NamedTuple):
         """Names of the tasks and groups in the results."""
         return [task.key for task in self.tasks]
 
+    @property
+    def names(self) -> set[str]:
+        """All names that the tasks and groups have in the results."""
+        return set().union(*(task.names for task in self.tasks))
+
 
 def load_tasks(options: HarnessOptions) -> LoadedTasks:
     """Load the tasks and groups with their data, from this machine unless `download`.
 
     Raises:
         EvaluationError: A task is not known or not supported, or is named twice with the same
-            shots, or its data set is not there.
+            shots or as a member of a group, or its data set is not there.
     """
     asked = [_parsed(spec, options) for spec in dict.fromkeys(options.tasks)]
     manager = _manager(options, {name for name, _ in asked})
@@ -123,9 +162,26 @@ def load_tasks(options: HarnessOptions) -> LoadedTasks:
     ]
     names = {name for entry in entries for name in entry["tasks"]}
     tasks = LoadedTasks(found, {name: local[name] for name in sorted(names & set(local))})
-    if twice := [key for key, number in Counter(tasks.keys).items() if number > 1]:
-        raise EvaluationError(f"--tasks: {twice[0]} is named twice; name it once")
+    for first, second in itertools.combinations(found, 2):
+        _require_other_names(first, second)
     return tasks
+
+
+def _require_other_names(first: LoadedTask, second: LoadedTask) -> None:
+    """Refuse two tasks that would replace each other's results."""
+    if first.key == second.key:
+        raise EvaluationError(f"--tasks: {first.key} is named twice; name it once")
+    if both := first.names & second.names:
+        name = min(both, key=lambda name: (name not in (first.key, second.key), name))
+        other = second.key if name == first.key else first.key
+        raise EvaluationError(
+            f"--tasks: {name} is also part of {other}; use {_name(second.item)}@SHOTS or another "
+            "--output"
+        )
+
+
+def _name(item: Any) -> str:
+    return str(getattr(item, "task_name", None) or item.name)
 
 
 def _parsed(spec: str, options: HarnessOptions) -> tuple[str, LoadedTask]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,7 +71,12 @@ def conditions(tasks: LoadedTasks, options: HarnessOptions) -> dict[str, dict[st
     return {
         "settings": {name: getattr(options, name) for name in names},
         "tasks": {
-            task.key: {"num_fewshot": task.num_fewshot, "limit": task.limit} for task in tasks.tasks
+            task.key: {
+                "num_fewshot": task.num_fewshot,
+                "limit": task.limit,
+                "sha256": task.sha256(tasks.definitions),
+            }
+            for task in tasks.tasks
         },
         "definitions": tasks.definitions,
         "versions": {name: _version(name) for name in _PACKAGES}
@@ -79,15 +84,17 @@ def conditions(tasks: LoadedTasks, options: HarnessOptions) -> dict[str, dict[st
     }
 
 
-def finished_results(folder: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
+def finished_results(folder: Path, stated: Mapping[str, Any], tasks: LoadedTasks) -> dict[str, Any]:
     """Read the results of finished tasks of the same evaluation; return {} if there are none.
 
     Args:
         folder: Output folder.
         stated: From `facts`.
+        tasks: From `load_tasks`.
 
     Raises:
-        EvaluationError: The folder has results of another model, or with other settings.
+        EvaluationError: The folder has results of another model, or with other settings, or those
+            of a group that has a task in common with another one of `tasks`.
     """
     if not (folder / RESULTS).exists():
         return {}
@@ -98,6 +105,13 @@ def finished_results(folder: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder}: holds results already, with another {changed}; choose another --output, or "
             "replace them with --overwrite"
         )
+    names = results["results"].keys() | results.get("group_subtasks", {}).keys()
+    for task in tasks.tasks:
+        if task.key not in earlier["tasks"] and (both := sorted(task.names & names)):
+            raise EvaluationError(
+                f"--tasks: {both[0]} is also part of the results in {folder}; use "
+                f"{task.key.partition('@')[0]}@SHOTS or another --output"
+            )
     return results
 
 
@@ -119,10 +133,10 @@ def evaluate(
     options: HarnessOptions,
     stated: Mapping[str, Any],
     finished: Mapping[str, Any],
-) -> Iterator[dict[str, Any]]:
-    """Evaluate tasks one after the other; yield the results so far after each.
+) -> Iterator[tuple[LoadedTask, dict[str, Any]]]:
+    """Evaluate tasks one after the other; yield each with the results so far.
 
-    Results have the form of lm-evaluation-harness and a block `dms`.
+    Results have the form of lm-evaluation-harness and a block `dms`, whose `tasks` are finished.
 
     Args:
         engine_options: Engine options.
@@ -135,14 +149,13 @@ def evaluate(
         EvaluationError: The model has no tokenizer, or a request cannot be answered.
         InferenceError: The model or an option of the engine cannot be used.
     """
-    waiting = [task for task in tasks.tasks if task.key not in finished.get("results", {})]
-    if not waiting:
-        return
     started = time.monotonic()
     results, earlier = dict(finished), finished.get("dms", {})
-    dms = {"kv_by_task": {}, **earlier, **stated}
-    for block in ("tasks", "definitions"):
-        dms[block] = earlier.get(block, {}) | stated[block]
+    dms = {"kv_by_task": {}, **earlier, **stated, "tasks": dict(earlier.get("tasks", {}))}
+    waiting = [task for task in tasks.tasks if task.key not in dms["tasks"]]
+    if not waiting:
+        return
+    dms["definitions"] = earlier.get("definitions", {}) | stated["definitions"]
     lm = EngineLM(stated["model"], engine_options, seed=options.seed)
     for task in waiting:
         before, lm.peaks = lm.engine.kv, PeakTokens()
@@ -153,8 +166,9 @@ def evaluate(
             total = total_cost(list(dms["kv_by_task"].values()))
             dms["kv"] = total | _memory(lm.engine, after, earlier.get("kv", {}))
         dms["seconds"] = earlier.get("seconds", 0.0) + time.monotonic() - started
+        dms["tasks"][task.key] = stated["tasks"][task.key]
         results["dms"] = dms
-        yield results
+        yield task, results
 
 
 def _evaluate_task(lm: EngineLM, task: LoadedTask, options: HarnessOptions) -> dict[str, Any]:
@@ -189,24 +203,29 @@ def _merge(results: dict[str, Any], further: dict[str, Any]) -> None:
             results[key] = value
 
 
-def write_results(results: dict[str, Any], folder: Path, *, samples: bool) -> None:
-    """Write `results.json`, and the samples of each task as JSON lines if asked for.
+def write_results(results: dict[str, Any], folder: Path, samples_of: Collection[str]) -> None:
+    """Write `results.json`, and the samples of some tasks as JSON lines.
 
     Args:
         results: From `evaluate`; files of fewer tasks are replaced.
         folder: Output folder; created if absent.
-        samples: Also write prompts, answers and scores of every document.
+        samples_of: Tasks whose prompts, answers and scores of every document are written too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if samples:
-        for task, rows in results["samples"].items():
-            lines = (json.dumps(row, default=handle_non_serializable) for row in rows)
-            (folder / f"samples_{task}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    for task in results["samples"].keys() & samples_of:
+        rows = results["samples"][task]
+        lines = (json.dumps(row, default=handle_non_serializable) for row in rows)
+        _write(folder / f"samples_{task}.jsonl", "".join(f"{line}\n" for line in lines))
     results = {name: value for name, value in results.items() if name != "samples"}
     text = json.dumps(results, indent=1, default=handle_non_serializable)
-    partial = folder / f"{RESULTS}.partial"
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.rename(folder / RESULTS)
+    _write(folder / RESULTS, text + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is whole or absent after a crash."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
 
 
 def cost_between(before: TotalKV | None, after: TotalKV) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dms_train.evaluation.harness.comparison import (
 )
 
 COUNT = 400
+NAMES = {"all", "inner", "piqa", "arc"}
 
 
 def results(values: list[float]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def results(values: list[float]) -> dict[str, Any]:
         "n-samples": {"piqa": {"original": 1838, "effective": len(values)}},
         "group_subtasks": {"all": ["piqa"], "piqa": []},
         "samples": {"piqa": samples},
-        "dms": {"settings": {"limit": 4}, "definitions": {}},
+        "dms": {"settings": {"limit": 4}, "definitions": {}, "tasks": {"piqa": {}}},
     }
 
 
@@ -49,7 +50,7 @@ def test_differences_are_paired_by_document():
     second = [value if draw.random() < 0.95 else 1 - value for value in first]
     scores = {
         (each.task, each.metric): each
-        for each in compare(results(second), results(first), "SmolLM2-135M-Instruct")
+        for each in compare(results(second), results(first), "SmolLM2-135M-Instruct", NAMES)
     }
     assert set(scores) == {
         *(("all", "acc"), ("piqa", "acc"), ("piqa", "perplexity"), ("piqa", "acc_norm"))
@@ -82,19 +83,19 @@ def test_a_group_is_compared_over_the_documents_of_all_of_its_tasks():
     both[1]["samples"]["arc"][0]["acc"] = 1 - both[1]["samples"]["arc"][0]["acc"]
     changed = both[1]["samples"]["arc"][0]["acc"]
     both[1]["results"]["all"]["acc,none"] += (2 * changed - 1) / 7
-    score = next(each for each in compare(both[1], both[0], None) if each.task == "all")
+    score = next(each for each in compare(both[1], both[0], None, NAMES) if each.task == "all")
     assert score.documents == 7
     assert score.difference.value == pytest.approx((2 * changed - 1) / 7)
     both[1]["results"]["all"]["acc,none"] = 0.123  # a mean that weights the tasks otherwise
-    score = next(each for each in compare(both[1], both[0], None) if each.task == "all")
+    score = next(each for each in compare(both[1], both[0], None, NAMES) if each.task == "all")
     assert score.difference is None
 
 
 def test_a_table_has_the_columns_that_are_known():
-    alone = table(compare(results([1.0, 0.0]), None, None))
+    alone = table(compare(results([1.0, 0.0]), None, None, NAMES))
     assert alone.splitlines()[0] == "| task | metric | shots | documents | model |"
     assert "| piqa | acc | 5 | 2 | 0.5000 |" in alone
-    both = table(compare(results([1.0, 0.0]), results([1.0, 1.0]), "SmolLM2-135M-Instruct"))
+    both = table(compare(results([1.0, 0.0]), results([1.0, 1.0]), "SmolLM2-135M-Instruct", NAMES))
     assert "| difference | published |" in both.splitlines()[0]
     assert "0.663 (lighteval, 0-shot); 0.6692 (lm-eval, 0-shot)" in both
 
@@ -112,6 +113,7 @@ def test_published_scores_have_a_source():
         ({"settings": {"limit": 5}}, ["piqa"], r"its limit \(settings\) was 4, here it is 5"),
         ({"definitions": {"piqa": {}}}, ["piqa"], r"its piqa \(definitions\) was None"),
         ({"settings": {"limit": 4}}, ["piqa", "arc"], "its results lack arc"),
+        ({"settings": {"limit": 4}}, ["all"], "its results lack all"),
     ],
 )
 def test_other_conditions_are_refused(conditions, tasks, message):

@@ -31,6 +31,7 @@ def workspace(tmp_path_factory) -> Path:
         f"group: sheets\ntask: [{CHOOSE}, {CONTINUE}]\n"
         "aggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
     )
+    (tasks / "outer.yaml").write_text(f"group: outer\ntask: [sheets, {ROLL}]\n")
     (tasks / "absent.yaml").write_text(
         "task: absent_data\ndataset_path: openai/gsm8k\ndataset_name: main\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: question\ndoc_to_target: answer\n"
@@ -156,7 +157,7 @@ def test_a_model_is_printed_beside_its_original(workspace, capsys):
     assert not (workspace / "reused" / "original").exists()
     for further, fact in (
         (("--seed", "1"), "its seed (settings) was 1234, here it is 1"),
-        (("--limit", "3"), f"its {CHOOSE} (tasks) was {{'num_fewshot': None, 'limit': 4.0}}"),
+        (("--limit", "3"), f"its {CHOOSE} (tasks) was {{'num_fewshot': None, 'limit': 4.0, "),
         (("--tasks", f"{CHOOSE},{CONTINUE}"), f"its results lack {CONTINUE}"),
     ):
         assert main(words(workspace, CHOOSE, "refused", *again, *further)) == 2
@@ -170,6 +171,7 @@ def test_a_failure_keeps_the_results_of_earlier_tasks(workspace, monkeypatch, ca
     assert "num_beams" in capsys.readouterr().err
     results = json.loads((workspace / "half" / "results.json").read_text())
     assert set(results["results"]) == {CHOOSE}
+    assert set(results["dms"]["tasks"]) == {CHOOSE}, "finished ones only"
 
 
 def test_the_policy_changes_cost_and_answers(workspace, written):
@@ -214,6 +216,10 @@ def test_sampled_answers_are_asked_for_by_gen_kwargs(workspace):
         (CHOOSE, ("--limit", "2.5"), ("--limit 2.5",)),
         (f"{CHOOSE}@1:0", (), (f"--tasks {CHOOSE}@1:0", "1 or more")),
         (f"{CHOOSE}@1,{CHOOSE}@1:2", (), (f"{CHOOSE}@1 is named twice",)),
+        (f"sheets:2,{CHOOSE}:4", (), (f"{CHOOSE} is also part of sheets; use {CHOOSE}@SHOTS",)),
+        (f"{CHOOSE}@1,sheets@1", (), (f"{CHOOSE}@1 is also part of sheets@1; use sheets@SHOTS",)),
+        (f"outer,{CONTINUE}", (), (f"{CONTINUE} is also part of outer",)),
+        ("outer,sheets", (), ("sheets is also part of outer; use sheets@SHOTS",)),
         (f"{CHOOSE}@one", (), ("no such task", f"did you mean {CHOOSE}")),
         (CHOOSE, ("--num-fewshot", "-1"), ("--num-fewshot -1",)),
         (",", (), ("--tasks",)),
@@ -298,6 +304,97 @@ def test_finished_tasks_are_not_evaluated_again(workspace, capsys):
         assert main(words(workspace, tasks, "parts", *given, *further)) == 2
         assert changed in capsys.readouterr().err
     assert results.read_bytes() == before
+
+
+def test_members_of_a_finished_group_are_refused(workspace, capsys):
+    assert main(words(workspace, "sheets:2", "members")) == 0
+    results = workspace / "members" / "results.json"
+    before = results.read_bytes()
+    for tasks, name in ((CHOOSE, CHOOSE), ("outer:2", "sheets")):
+        assert main(words(workspace, tasks, "members")) == 2
+        refusal = f"{name} is also part of the results in {results.parent}; use "
+        assert f"{refusal}{tasks.partition(':')[0]}@SHOTS" in capsys.readouterr().err
+    assert results.read_bytes() == before
+    # stored results of the group are not those of its member either
+    assert main(words(workspace, CHOOSE, "member", "--original", str(results.parent))) == 2
+    assert f"its results lack {CHOOSE}" in capsys.readouterr().err
+    assert main(words(workspace, f"{CHOOSE}@2", "members")) == 0
+    assert json.loads(results.read_text())["n-samples"][f"{CHOOSE}@2"]["effective"] == 6
+
+
+def test_an_edited_task_is_refused(workspace, tmp_path, capsys):
+    tasks = shutil.copytree(workspace / "tasks", tmp_path / "tasks")
+    given = [*words(workspace, "sheets", "edited", "--limit", "2")]
+    given[given.index("--include-path") + 1] = str(tasks)
+    assert main(given) == 0
+    assert main(given) == 0, "the same definitions"
+    for file, old, new in (
+        (f"{CONTINUE}.yaml", "max_gen_toks: 30", "max_gen_toks: 29"),
+        ("group.yaml", "weight_by_size: true", "weight_by_size: false"),
+    ):
+        text = (tasks / file).read_text()
+        (tasks / file).write_text(text.replace(old, new))
+        assert main(given) == 2
+        assert "another sheets (tasks)" in capsys.readouterr().err
+        (tasks / file).write_text(text)
+
+
+def test_local_data_count_by_content(workspace, tmp_path, capsys):
+    """They make another task of one that read the hub's, wherever their folder is."""
+    tasks = shutil.copytree(workspace / "tasks", tmp_path / "tasks")
+    text = (tasks / f"{ROLL}.yaml").read_text()
+    (tasks / f"{ROLL}.yaml").write_text(text.replace("dataset_path: json", "dataset_path: a/b"))
+    folders = [tmp_path / name for name in ("data", "moved", "changed")]
+    for folder in folders:
+        (folder / "a/b").mkdir(parents=True)
+        shutil.copy(tasks / f"{ROLL}_test.jsonl", folder / "a/b/test.jsonl")
+    with (folders[2] / "a/b/test.jsonl").open("a") as file:
+        file.write('{"text": "x = 1"}\n')
+    plain = words(workspace, ROLL, "local", "--limit", "2")
+    given = [*plain, "--include-path", str(tasks), "--data"]
+    assert main([*given, str(folders[0])]) == 0
+    assert main([*given, str(folders[1])]) == 0
+    assert main([*given, str(folders[2])]) == 2
+    assert f"another {ROLL} (tasks)" in capsys.readouterr().err
+    assert main(plain) == 2
+    assert f"another {ROLL} (tasks)" in capsys.readouterr().err
+
+
+def test_only_samples_of_the_task_just_finished_are_written(workspace):
+    given = ("--limit", "2", "--log-samples")
+    assert main(words(workspace, CHOOSE, "samples", *given)) == 0
+    first = workspace / "samples" / f"samples_{CHOOSE}.jsonl"
+    before = first.stat()
+    assert main(words(workspace, f"{CHOOSE},{ROLL}", "samples", *given)) == 0
+    after = first.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert len((workspace / "samples" / f"samples_{ROLL}.jsonl").read_text().splitlines()) == 2
+    assert not list(first.parent.glob("*.partial"))
+
+
+def test_only_tasks_of_this_call_are_compared(workspace, capsys):
+    assert main(words(workspace, f"{CHOOSE}@1:2", "named")) == 0
+    capsys.readouterr()
+    for tasks, names in ((ROLL, {ROLL}), ("sheets:2", {"sheets", CHOOSE, CONTINUE})):
+        assert main(words(workspace, tasks, "named", "--limit", "3")) == 0
+        printed = capsys.readouterr().out
+        compared = json.loads((workspace / "named" / "comparison.json").read_text())
+        assert {row["task"] for row in compared} == names
+        assert f"{CHOOSE}@1" not in printed
+    dms = json.loads((workspace / "named" / "results.json").read_text())["dms"]
+    cost = dms["kv_by_task"]["sheets"]["prefill_reads"]
+    assert f"of prompts {cost:,.0f} " in printed
+
+
+def test_one_document_has_no_standard_error(workspace, capsys):
+    given = ("--limit", "1", "--log-samples", "--original", str(workspace / "model"))
+    assert main(words(workspace, f"outer,{CHOOSE}@0", "single", *given)) == 0
+    results = json.loads((workspace / "single" / "results.json").read_text())["results"]
+    assert results[CHOOSE]["acc_stderr,none"] == "N/A"
+    assert results["sheets"]["acc_stderr,none"] == "N/A"
+    assert f"| {CHOOSE} | acc | 2 | 1 |" in capsys.readouterr().out
+    further = (*given[:-1], str(workspace / "single" / "original"))
+    assert main(words(workspace, f"outer,{CHOOSE}@0", "single", *further)) == 0
 
 
 def test_results_are_not_overwritten(workspace, written, capsys):
