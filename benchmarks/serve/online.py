@@ -316,10 +316,12 @@ def _ours(shape: str, args: Args) -> Iterator[dict[str, Any]]:
             max_model_len=LONGEST, prefill_chunk=2048, gpu_memory_utilization=MEMORY,
             decode_steps=1,
         )  # fmt: skip
-        server = OurServer(InferenceEngine(model, options))
+        engine = InferenceEngine(model, options)
+        engine.capture()
+        server = OurServer(engine)
         for case in measure(functools.partial(drive, server), shape, load(args)):
             yield {"engine": name, **case}
-        del server
+        del engine, server
         gc.collect()  # frees the memory for the next engine
 
 

@@ -130,6 +130,7 @@ def _fork(device: torch.device, args: Args) -> list[dict[str, Any]]:
         prefill_chunk=8192, gpu_memory_utilization=0.6, slab_pages=8,
     )  # fmt: skip
     engine = InferenceEngine(model, options)
+    engine.capture()
     prompt = prompts(Case(1, context), engine.architecture.vocab_size)[0]
     empty = engine.allocated_bytes
     new = 256 if device.type == "cuda" else 16
@@ -163,6 +164,7 @@ def _chains(device: torch.device, args: Args) -> dict[str, Any]:
         max_model_len=LONGEST_CHAIN + PROMPT_TOKENS, gpu_memory_utilization=0.5,
     )  # fmt: skip
     engine, draw = InferenceEngine(model, options), random.Random(0)
+    engine.capture()
     chains, longest = (CHAINS, LONGEST_CHAIN) if on_gpu else (20, 20)
     tokens = prompts(Case(PROMPTS, PROMPT_TOKENS), engine.architecture.vocab_size)
     lengths = [draw.randint(longest // 10, longest) for _ in range(chains)]
@@ -203,6 +205,7 @@ def _requests(device: torch.device, args: Args) -> dict[str, Any]:
             prefill_chunk=2048, cache_bytes=cache_bytes, slab_pages=8,
         )  # fmt: skip
         engine = InferenceEngine(model, options)
+        engine.capture()
         empty, begin = engine.allocated_bytes, time.perf_counter()
         outputs = _finish(engine, work)
         seconds.append(time.perf_counter() - begin)

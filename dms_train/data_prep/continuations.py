@@ -223,6 +223,7 @@ def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder, speed:
     from dms_train.inference.engine import InferenceEngine
 
     engine = InferenceEngine(job.model, job.engine)
+    engine.capture()
     since = time.monotonic()
     verify = job.prompts.answer_column is not None
     outputs = _in_order(engine, job, chain([first], prompts))

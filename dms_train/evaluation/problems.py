@@ -111,10 +111,8 @@ def evaluate_accuracy(
         problems: The problems.
         engine_options: Fields of `EngineOptions`.
     """
-    documents, rows = problems.documents, problems.max_num_seqs
-    # fine enough that slabs do not blur the comparison, few enough to be read in one go each
-    slab_pages = min(256, max(8, 2 * rows))
-    llm = LLM(directory, max_num_seqs=rows, slab_pages=slab_pages, **engine_options)
+    documents = problems.documents
+    llm = LLM(directory, max_num_seqs=problems.max_num_seqs, **engine_options)
     params = [greedy_params(document, problems.max_tokens) for document in documents]
     outputs = llm.generate([prompt_text(document) for document in documents], params)
     texts = [output.outputs[0].text for output in outputs]

@@ -70,7 +70,7 @@ def _agreement_table(agreement: Agreement, spec: MethodSpec) -> str:
 
 
 def _cost_table(costs: dict[str, Cost], names: dict[str, str]) -> str:
-    header = ["model", "cr_factor", "KV reads", "peak tokens", "cache bytes"]
+    header = ["model", "cr_factor", "KV reads", "peak tokens", "cache bytes of one sequence"]
     rows = [
         [
             names[name],
@@ -178,7 +178,7 @@ def _meaning(result: ValidationResult) -> str:
         "- KV reads: slots attended by one sequence, mean over KV heads; summed over the decoding "
         "steps of an answer, or over all tokens of a validation sequence.",
         "- peak tokens: most tokens a sequence held at a time, mean over KV heads and sequences.",
-        "- cache bytes: most memory the cache took, with everything that belongs to it.",
+        "- cache bytes of one sequence: most bytes of the cache slots that a sequence reserved.",
     ]
     if result.agreement is not None:
         lines.append(

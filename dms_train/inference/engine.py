@@ -335,10 +335,13 @@ class InferenceEngine:
         Raises:
             InferenceError: As in `hidden_states`.
         """
-        to_logits, logits = self._runner.model.decoder.logits, {}
-        for part in self._read([self._text(token_ids)]):
-            logits[part.first] = to_logits(part.hidden)
-        return torch.cat([logits[first] for first in sorted(logits)])
+        to_logits, text = self._runner.model.decoder.logits, self._text(token_ids)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        shape = len(text.tokens), len(self.head)
+        logits = torch.empty(shape, dtype=dtype, device=self.head.device)
+        for _, first, hidden in self._read([text]):
+            logits[first : first + len(hidden)] = to_logits(hidden)
+        return logits
 
     @launches
     def hidden_states(self, texts: list[list[int]]) -> list[TextStates]:
@@ -374,12 +377,14 @@ class InferenceEngine:
         """Return a sequence that is only read."""
         request = self._builder.request(SamplingParams())
         self._builder.add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
-        return request.sequences[0]
+        (sequence,) = request.sequences
+        sequence.read_only = True
+        return sequence
 
     def _read(self, sequences: list[Sequence]) -> Iterator[_TextPart]:
         """Yield the hidden states of parts of texts; each is valid until the next one.
 
-        A preempted text is read again from its beginning.
+        A preempted text is read again from its beginning, and its cost is counted anew.
         """
         before, self._launched = self._launched, []
         self._receive(before)
@@ -405,6 +410,9 @@ class InferenceEngine:
     def _read_parts(self, batch: list[tuple[Sequence, int]]) -> Iterator[_TextPart]:
         """Yield the hidden states of one pass."""
         counts, first = dict(batch), {s: s.num_computed_tokens for s, _ in batch}
+        for sequence, position in first.items():
+            if not position:
+                sequence.meter.restart()
         forward_pass = self._runner.step(batch, hidden_states=True)
         assert forward_pass.hidden is not None
         hidden = forward_pass.hidden.split([counts[s] for s in forward_pass.sequences])

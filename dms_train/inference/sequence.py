@@ -33,6 +33,7 @@ class Sequence(SequenceState):
         prompt: Tokens of the current prompt.
         logprobs: Log-probabilities of the generated tokens, if requested.
         given: Given tokens to score; None if no scores were requested.
+        read_only: True if the hidden states of all tokens are wanted, and no token is sampled.
         text: Text of the generated tokens.
         stops: Tokens that end the sequence.
         started: Time at which the prompt arrived, on the clock `time.monotonic`.
@@ -46,6 +47,7 @@ class Sequence(SequenceState):
     prompt: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     given: GivenTokens | None = None
+    read_only: bool = False
     text: GeneratedText = field(default_factory=lambda: GeneratedText(None, [], ()))
     stops: frozenset[int] = frozenset()
     started: float = 0.0
@@ -93,9 +95,9 @@ class Sequence(SequenceState):
     def shareable(self) -> list[int]:
         """First tokens that a snapshot may provide, followed by one token to compute.
 
-        Tokens with requested logits are computed, because snapshots hold no logits.
+        Tokens with requested logits or hidden states are computed, because snapshots hold neither.
         """
-        end = len(self.tokens) - self.score_only
+        end = 1 if self.read_only else len(self.tokens) - self.score_only
         if self.given is not None:
             end = min(end, self.given.logits_from + 1)
         return self.tokens[:end]

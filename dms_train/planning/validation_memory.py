@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import COMPARED_POSITIONS
-from dms_train.evaluation.reading import texts_at_once, token_bytes
+from dms_train.evaluation.reading import cached_token_bytes, most_tokens, read_token_bytes
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
 from dms_train.planning.gpus import calibration
@@ -24,11 +24,12 @@ def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
     export = config.stage.export
     own = None if export.format is None else FORMATS[export.format].dtype
     width = _WIDTHS[export.dtype or own or config.parallel.params_dtype]
-    token, length = token_bytes(a, width), config.data.seq_length
-    tokens = length * texts_at_once(a, options.samples, length)
+    # samples of packed data are several texts, so their number does not bound the tokens
+    cache = most_tokens(a, config.data.seq_length) * read_token_bytes(a, width)
     if options.problems is not None:
-        tokens = max(tokens, options.max_num_seqs * options.max_tokens)
-    model = parameter_count(a) * width + tokens * token
+        answers = options.max_num_seqs * options.max_tokens
+        cache = max(cache, answers * cached_token_bytes(a, width))
+    model = parameter_count(a) * width + cache
     heads = 2 * a.vocab_size * a.hidden_size * width
     compared = heads + COMPARED_POSITIONS * a.vocab_size * _LOGIT_BYTES
     return max(model, compared) + calibration().outside_bytes

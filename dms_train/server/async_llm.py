@@ -31,7 +31,9 @@ class AsyncLLM:
     def __init__(
         self, model: str | Path, options: EngineOptions | None = None, **overrides: Any
     ) -> None:
-        self._thread = EngineThread(InferenceEngine(model, named_options(options, overrides)))
+        engine = InferenceEngine(model, named_options(options, overrides))
+        engine.capture()
+        self._thread = EngineThread(engine)
         self._entered = self._closed = False
 
     async def __aenter__(self) -> AsyncLLM:

@@ -66,6 +66,7 @@ def measure(checked: CheckedRun, args: argparse.Namespace) -> dict[str, Any]:
         cache_bytes=args.cache_mb * _MEBIBYTE,
         max_num_seqs=args.rows,
     )
+    llm.engine.capture()
     warm_up = SamplingParams(
         temperature=_temperature(checked), max_tokens=_WARM_UP_TOKENS, ignore_eos=True
     )

@@ -242,9 +242,10 @@ def worst_swiglu(device: torch.device) -> float:
 
 
 def worst_norm(device: torch.device, dtype: torch.dtype, t: int, c: int, *, added: bool) -> float:
-    """Largest error of an RMSNorm and its gradients against float64, relative to the largest value.
+    """Return the largest error of an RMSNorm and its gradients, relative to the largest value.
 
-    `added`: whether the norm of a sum is taken, and the sum is used too, like a residual stream.
+    The norm is compared with float64. With `added` it is that of a sum, and the sum is used too,
+    like a residual stream.
     """
     generator = torch.Generator(device).manual_seed(t + c)
 

@@ -53,7 +53,7 @@ def leaves(shape: Shape, device: str, seed: int = 0) -> tuple[list[Tensor], Tens
 
 
 def positions_first(x: Tensor) -> Tensor:
-    """The same [b, s, h, d] leaf with memory in the order [s, b, h, d], that of a layer."""
+    """Copy a leaf [b, s, h, d] so that positions come first in memory."""
     ordered = x.detach().transpose(0, 1).contiguous().transpose(0, 1)
     return ordered.requires_grad_(x.requires_grad)
 

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dms_train.method.base import MethodOptions
 from dms_train.method.documents import PackedDocuments
@@ -160,6 +161,7 @@ class _Decide(torch.autograd.Function):
         return alpha, keep, block_sums.sum(1)
 
     @staticmethod
+    @once_differentiable  # the kernels record no graph
     def backward(
         ctx: Any, d_alpha: Tensor | None, d_keep: Tensor | None, d_stats: Tensor | None
     ) -> Any:

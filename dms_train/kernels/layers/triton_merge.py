@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _TOKENS = 32  # tokens of a program that adds tokens
 _WEIGHTS = 128  # tokens of a program that makes weights
@@ -158,6 +159,7 @@ class _Band(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # the kernels record no graph
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
         x, p = ctx.saved_tensors
         d_out = d_out.contiguous()
@@ -183,6 +185,7 @@ class _Averages(torch.autograd.Function):
         return p
 
     @staticmethod
+    @once_differentiable  # the kernels record no graph
     def backward(ctx: Any, d_p: Tensor) -> tuple[Tensor, Tensor, None]:
         alpha, weight, p = ctx.saved_tensors
         rows, s, width = p.shape

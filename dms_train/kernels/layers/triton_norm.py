@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _CHANNELS_PER_WARP = 512
 _SMALLEST_TILE = 1024  # elements; narrow norms, such as those of heads, take several tokens
@@ -114,6 +115,7 @@ class _AddNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
+    @once_differentiable  # the kernels record no graph
     def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor | None) -> Any:
         x, weight, factor = ctx.saved_tensors
         if d_out is None:

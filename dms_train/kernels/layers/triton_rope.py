@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dms_train.kernels.layers.types import EvictionChannel
 
@@ -163,6 +164,7 @@ class _Rotate(torch.autograd.Function):
         return out.query.view(s, b, g * r, d), out.key, raw
 
     @staticmethod
+    @once_differentiable  # the kernels record no graph
     def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_raw: Tensor | None) -> Any:
         s, b, g, _, d = ctx.shape
         out = Heads(d_query.new_empty(ctx.shape), d_key.new_empty(s, b, g, d))
@@ -187,6 +189,7 @@ class _SplitAndRotate(torch.autograd.Function):
         return query, key, value, raw
 
     @staticmethod
+    @once_differentiable  # the kernels record no graph
     def backward(
         ctx: Any, d_query: Tensor, d_key: Tensor, d_value: Tensor, d_raw: Tensor | None
     ) -> Any:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _BLOCK = 1024
 
@@ -56,6 +57,7 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # the kernels record no graph
     def backward(ctx: Any, d_out: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         d_x, width = torch.empty_like(x), d_out.shape[-1]

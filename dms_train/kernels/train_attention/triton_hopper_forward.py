@@ -194,7 +194,7 @@ def attend(
     n_heads, group, D: gl.constexpr, HALF: gl.constexpr,
     BLOCK_N: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Attend one tile of 2 * HALF queries; REGISTERS of a thread in the warps that compute.
+    """Attend one tile of 2 * HALF queries. Warps that compute have REGISTERS registers per thread.
 
     Descriptors are [b, h, s, d]; bias is [b * hk * n_blocks * BLOCK_N]; lse is [b, h, padded], log2
     of the sum of exponentials, +inf after the end.

@@ -60,10 +60,10 @@ def test_what_cannot_fit_is_refused(monkeypatch):
 
 
 def test_a_validation_that_does_not_fit_beside_the_training_is_refused(monkeypatch):
-    """20 bytes of training for each of 1.8 billion parameters, and a model of 3.3 GiB."""
+    """20 bytes of training for each of 1.8 billion parameters, a model of 3.3 GiB, and texts."""
     check(monkeypatch, 139, validates=True)
     message = (
-        r"stage\.validate_export: needs 3\d\.\d GiB of one GPU, 33\.1 GiB of the training included"
+        r"stage\.validate_export: needs 40\.0 GiB of one GPU, 33\.1 GiB of the training included"
     )
     with pytest.raises(ConfigError, match=message):
         check(monkeypatch, 35, validates=True, data__micro_batch_size=1)

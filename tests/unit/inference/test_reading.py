@@ -62,18 +62,51 @@ def test_a_text_that_is_refused_leaves_the_engine_usable(folder, how):
     assert len(engine.hidden_states([random_ids(9)])[0].hidden) == 9
 
 
+@parametrize
+def test_a_text_with_a_cached_prefix_is_read_from_its_beginning(folder, oracle, how):
+    directory = folder("llama", small_spec("dms"))
+    text = random_ids(50)
+    engine = reader(directory, 2, enable_prefix_caching=True, **how)
+    for prompt in (text[:40], text[:45], text[:48]):  # the second one takes a snapshot
+        engine.add_request(prompt, SamplingParams(max_tokens=2, ignore_eos=True), final_only=True)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+    assert outputs[0].outputs[0].kv.cached_tokens > 0
+    expected, _ = oracle(directory, text)
+    assert (engine.logits(text).cpu() - expected).abs().max() <= 1e-4
+    (read,) = engine.hidden_states([text])
+    assert (read.hidden @ engine.head.cpu().T - expected).abs().max() <= 1e-4
+    assert read.kv.cached_tokens == 0
+
+
 def test_texts_wait_for_memory(folder):
-    """The cache holds the pages of one text; nothing is read twice."""
+    """The cache holds one text and a half; nothing is read twice."""
     directory = folder("llama", small_spec("dms"))
     texts = [random_ids(60, seed=seed) for seed in range(3)]
     plenty = reader(directory, 3, kernels="reference", page_slots=4, slab_pages=4)
     taken = plenty.hidden_states(texts[:1])[0].kv.peak_allocated_bytes
-    options = {"kernels": "reference", "page_slots": 4, "slab_pages": 4, "cache_bytes": 3 * taken}
-    scarce = reader(directory, 3, **options)
+    options = {"kernels": "reference", "page_slots": 4, "slab_pages": 4}
+    scarce = reader(directory, 3, cache_bytes=int(1.5 * taken), **options)
     for small, full in zip(scarce.hidden_states(texts), plenty.hidden_states(texts), strict=True):
         torch.testing.assert_close(small.hidden, full.hidden, atol=1e-5, rtol=1e-4)
         assert small.kv.prefill_reads == full.kv.prefill_reads
     assert scarce.preemptions == 0
+    assert scarce.kv.peak_live_tokens < plenty.kv.peak_live_tokens / 2  # one text after the other
+
+
+def test_a_preempted_text_is_read_and_counted_once(folder):
+    """The scheduler expects evictions that do not come, and admits texts that do not fit."""
+    directory = folder("llama", None)
+    texts = [random_ids(100, seed=seed) for seed in range(3)]
+    options = {"kernels": "reference", "page_slots": 4, "slab_pages": 4}
+    plenty = reader(directory, 3, **options)
+    taken = plenty.hidden_states(texts[:1])[0].kv.peak_allocated_bytes
+    scarce = reader(directory, 3, cache_bytes=int(1.5 * taken), **options)
+    scarce._scheduler.observe(tokens=10_000, live=0)
+    for small, full in zip(scarce.hidden_states(texts), plenty.hidden_states(texts), strict=True):
+        torch.testing.assert_close(small.hidden, full.hidden, atol=1e-5, rtol=1e-4)
+        assert small.kv.prefill_reads == full.kv.prefill_reads
+    assert scarce.preemptions > 0
 
 
 @needs_kernels

@@ -12,6 +12,11 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
 
+from dms_train.kernels.layers.triton_decide import decide_merges
+from dms_train.kernels.layers.triton_merge import merge
+from dms_train.kernels.layers.triton_norm import rms_norm
+from dms_train.kernels.layers.triton_rope import rope_table, split_and_rotate
+from dms_train.kernels.layers.triton_swiglu import swiglu
 from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method.spec import PRESETS
 from tests.support import eviction_channel_cases
@@ -81,3 +86,26 @@ def test_rms_norm_and_its_gradients(t: int, c: int, added: bool) -> None:
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
 def test_rms_norm_rounds_once(added: bool) -> None:
     assert eviction_channel_cases.worst_norm(CPU, torch.float16, 5, 200, added=added) < 1e-3
+
+
+def _rotated(mixed: torch.Tensor) -> torch.Tensor:
+    table = rope_table(torch.rand(3, 1, 1, 8))
+    outputs = split_and_rotate(mixed, table, EvictionChannel(0, 1.0, False))
+    return torch.cat([output.flatten() for output in outputs])
+
+
+FUSED = {
+    "swiglu": swiglu,
+    "norm": lambda x: rms_norm(x, torch.ones(8), 1e-3),
+    "rope": _rotated,
+    "merge": lambda x: merge(x[..., 0, :], x[..., 1, :], x[..., 2, 0], x[..., 3, 0] + 1, 2)[0],
+    "decide": lambda x: decide_merges(x[..., 0, 0], PRESETS["dmc"], None, None)[0],
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_second_derivative_is_refused_rather_than_wrong(name: str) -> None:
+    x = torch.rand(3, 1, 1, 4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    (first,) = torch.autograd.grad(FUSED[name](x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
