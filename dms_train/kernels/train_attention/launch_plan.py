@@ -58,7 +58,7 @@ class TilePlan(NamedTuple):
     cache_bytes: int
 
 
-# Measured on an H200, forward tiles of 64 keys on an H100; `benchmarks/attention` prints their speed.
+# Measured on an H200 (`benchmarks/attention`); forward tiles of 64 keys on an H100.
 _HOPPER = {
     64: (TrainTiles(128, 64, 4, 2), TrainTiles(64, 128, 8, 3)),
     128: (TrainTiles(128, 128, 4, 2), TrainTiles(64, 128, 8, 3)),
