@@ -151,11 +151,8 @@ class _Evaluation:
     ) -> None:
         from dms_train.evaluation.harness import run
 
-        self._asked, self._folder, self._samples = (
-            (engine, tasks, options),
-            folder,
-            args.log_samples,
-        )
+        self._asked = engine, tasks, options
+        self._folder, self._samples = folder, args.log_samples
         self._facts = run.facts(model, *self._asked, samples=args.log_samples)
         self._finished = {} if args.overwrite else run.finished_results(folder, self._facts, tasks)
 
