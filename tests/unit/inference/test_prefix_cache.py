@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.prefix_cache import PrefixCache
 from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import WINDOW, random_ids, small_spec
@@ -66,14 +68,15 @@ def computed(engine: InferenceEngine) -> list[int]:
     return counts
 
 
+def finished(engine: InferenceEngine) -> Iterator[RequestOutput]:
+    """Run all requests; yield each when it has finished."""
+    while engine.has_unfinished_requests():
+        yield from (output for output in engine.step() if output.finished)
+
+
 def drain(engine: InferenceEngine) -> dict[str, list[list[int]]]:
     """Run all requests; return the tokens of their continuations, by request."""
-    found = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                found[output.request_id] = [done.token_ids for done in output.outputs]
-    return found
+    return {o.request_id: [done.token_ids for done in o.outputs] for o in finished(engine)}
 
 
 def engine_options(policy: str, **how) -> EngineOptions:
@@ -139,22 +142,23 @@ def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
 
 @pytest.mark.parametrize(("policy", "how"), CACHES)
 def test_a_restored_row_goes_on_like_the_row_it_was_taken_of(folder, policy, how):
-    """Logits of a text through snapshots at random tokens equal those of the text at once."""
+    """Scores through snapshots at random tokens equal those of a text that is read at once."""
     spec = small_spec("dms")
     options = engine_options(policy, enable_prefix_caching=True, **how)
     engine = InferenceEngine(folder("llama", spec), options)
     text = random_ids(45 if "kernels" in how else 120, seed=4)
-    whole = engine.logits(text)
-    draw = random.Random(1)
+    whole = engine.logits(text).log_softmax(-1).cpu()
+    draw, counts = random.Random(1), computed(engine)
     for _ in range(3):
-        cut = draw.randint(1, len(text) - 1)
-        first = engine.add_request(text[:cut], SamplingParams(max_tokens=1))
-        while first in engine._requests:
-            engine.step()
-        counts = computed(engine)
-        rest = engine.logits(text)
-        assert sum(counts) == len(rest) <= len(text) - cut
-        torch.testing.assert_close(rest, whole[-len(rest) :], atol=2e-5, rtol=1e-4)
+        cut = draw.randint(18, len(text) - 1)  # snapshots begin at 16 tokens
+        engine.add_request(text[:cut], SamplingParams(max_tokens=1))
+        drain(engine)
+        del counts[:]
+        engine.add_scoring(text[:cut], [text[cut:]])
+        (output,) = finished(engine)
+        assert sum(counts) == len(text) - cut
+        expected = whole[range(cut - 1, len(text) - 1), text[cut:]].tolist()
+        assert output.outputs[0].scores.logprobs == pytest.approx(expected, abs=1e-4)
     assert leaks(engine) == 0
 
 

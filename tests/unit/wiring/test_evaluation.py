@@ -359,11 +359,6 @@ def generated(v: Validated) -> float:
     return v.found.accuracies["teacher"].cost.peak_tokens - len(PROMPT)
 
 
-def rows_in_cache(v: Validated) -> float:
-    """Sequences for which the dense cache of the original has space, in units of one."""
-    return v.found.accuracies["teacher"].cost.cache_bytes / one_row(v)
-
-
 def compact(name: str) -> Callable[[Validated], list[Any]]:
     """Return an option of every engine of a validation that has a compact cache."""
 
@@ -385,11 +380,6 @@ def compact(name: str) -> Callable[[Validated], list[Any]]:
     return read
 
 
-def one_row(v: Validated) -> int:
-    alone = validate(v.target, None, replace(v.options, max_num_seqs=1), lambda line: None, 0.0)
-    return alone.accuracies["teacher"].cost.cache_bytes
-
-
 VALIDATE: dict[str, Wire] = {
     "samples": Wire(2, lambda v: len(v.found.agreement.lengths)),
     "problems": Wire(problems_file, lambda v: v.found.num_sheets, SHEETS),
@@ -408,7 +398,10 @@ VALIDATE: dict[str, Wire] = {
         {"problems": problems_file, "max_tokens": 2},
     ),
     "max_num_seqs": Wire(
-        2, rows_in_cache, 2, {"problems": problems_file, "max_tokens": 2, "max_num_seqs": 4}
+        3,
+        compact("max_num_seqs"),
+        [1, 1, 1, 3, 3],
+        {"problems": problems_file, "window_only": True},
     ),
     "cache_bytes": Wire(
         2**26, compact("cache_bytes"), [2**26] * 5, {"problems": problems_file, "window_only": True}
