@@ -12,6 +12,8 @@ _KNOWN = (
     "The pad token id in the tokenizer collides",
     r"`torch\.distributed\.\w+` is deprecated",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
+    "The argument order of load has been changed",
+    "torch.distributed is disabled, unavailable or uninitialized",
 )
 
 
