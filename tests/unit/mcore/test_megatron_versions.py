@@ -25,6 +25,7 @@ def run(what: str, folder: Path, *, newest: bool) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1])
 
 
+@pytest.mark.timeout(600)  # four starts of torch and megatron-core
 def test_versions_train_alike_and_continue_each_others_checkpoints(tmp_path: Path) -> None:
     if not NEWEST.is_dir():
         pytest.skip(f"{NEWEST} is absent; make setup unpacks the newest megatron-core there")
