@@ -1,6 +1,6 @@
 """The oldest and the newest megatron-core compute the same steps and read each other's checkpoints.
 
-The newest one requires a newer Python than the tests run on, so that `make setup` unpacks its wheel.
+The newest one may require a newer Python than the tests run on, so `make setup` unpacks its wheel.
 """
 
 from __future__ import annotations
