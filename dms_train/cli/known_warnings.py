@@ -8,6 +8,8 @@ import warnings
 _KNOWN = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "absl.logging is not installed",
+    "MimoModelConfig is experimental",
     "full scope is deprecated",
     "The pad token id in the tokenizer collides",
     r"`torch\.distributed\.\w+` is deprecated",

@@ -8,6 +8,7 @@ from these packages, for which torch has equivalents.
 from __future__ import annotations
 
 import inspect
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,10 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
+
+# 0.18 and newer log advice about interfaces that 0.16 lacks.
+for _logger in ("transformer.transformer_layer", "distributed.distributed_data_parallel"):
+    logging.getLogger(f"megatron.core.{_logger}").setLevel(logging.ERROR)
 
 
 def run_forward_pre_hooks(module: torch.nn.Module) -> None:
