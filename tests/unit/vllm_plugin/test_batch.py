@@ -212,7 +212,8 @@ def test_padding_stores_nothing(stored):
     before = [x.clone() for x in state]
     inputs.set_rows(torch.zeros(0, dtype=torch.int32))  # positions and tokens of rows 0 and 1 stay
     step.replay()
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(state, before))
+    for x, y in zip(state, before, strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
 def test_fp8_pages_lose_little():
