@@ -153,17 +153,9 @@ def test_replays_of_captured_steps_change_no_token(served, replayed):
 
 def test_replays_of_captured_steps_leave_lists_as_long(served, replayed):
     def lengths(result):
-        names = dict(zip(result["names"], range(len(PROMPTS)), strict=True))
-        return {
-            (names[name.partition("-")[0]], found["seen"]): found["lengths"]
-            for step in result["steps"]
-            for name, found in step["requests"].items()
-        }
+        return [[r["lengths"] for r in step["requests"].values()] for step in result["steps"]]
 
-    eager, found = lengths(served["llama-dms"].result), lengths(replayed)
-    shared = eager.keys() & found.keys()
-    assert len(shared) > 6 * NEW_TOKENS
-    assert all(found[key] == eager[key] for key in shared)
+    assert lengths(replayed) == lengths(served["llama-dms"].result)
     assert all(step["used"] + step["free"] == replayed["pages"] for step in replayed["steps"])
     assert replayed["steps"][-1]["used"] == 0
 
