@@ -57,7 +57,7 @@ REQUIRED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     f"{_STATES}.default:DefaultModelState.prepare_attn": (
         ("self", "input_batch"),
-        (),
+        ("for_capture",),
     ),
     f"{_STATES}.interface:ModelState.remove_request": (
         ("self", "req_id"),

@@ -16,6 +16,7 @@ from dms_train.method.dms.spec import DMSSpec
 from dms_train.vllm_plugin.errors import PluginError
 
 SCHEDULER = "dms_train.vllm_plugin.scheduler.build_scheduler"
+FP8_CACHES = ("fp8", "fp8_e4m3")  # two names of one dtype
 _NAN_CHECKS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
 
 
@@ -111,8 +112,8 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
         (parallel.enable_dbo, "dual batch overlap is not supported; remove --enable-dbo"),
         (config.lora_config, "LoRA changes the eviction channel; remove --enable-lora"),
         (
-            cache.cache_dtype != "auto",
-            f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto",
+            cache.cache_dtype not in ("auto", *FP8_CACHES),
+            f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto or fp8",
         ),
         (model.enable_sleep_mode, "sleep mode drops the cache; remove --enable-sleep-mode"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from dms_train.vllm_plugin.attention import batch_attention
+from dms_train.vllm_plugin.batch import StepInputs, batch_attention
 from dms_train.vllm_plugin.cache import GrantedCache
 
 
@@ -42,7 +42,8 @@ class DMSModelState(DefaultModelState):
 
     def __init__(self, vllm_config: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, model, *args, **kwargs)
-        self._attention, self._cache, self._table = model.retrofit
+        self._attention, self._cache, table = model.retrofit
+        self._inputs = StepInputs(table, requests=self.max_num_reqs, tokens=self.max_num_tokens)
         self._rows: dict[str, int] = {}
         self._memory: Tensor | None = None
 
@@ -67,22 +68,29 @@ class DMSModelState(DefaultModelState):
         if row is not None:
             self._cache.free_row(row)
 
-    def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Describe a batch for all layers; None for a dummy batch, which stores nothing.
+    def prepare_attn(
+        self, input_batch: Any, *args: Any, for_capture: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Set the inputs of a step and describe its batch for all layers.
+
+        A replay of a captured step reads the inputs only. Dummy batches carry the rows of live
+        requests; their rows are set to -1, so that they store nothing.
 
         Args:
             input_batch: The batch.
             *args: Not used: block tables and slot mappings have no meaning for the cache.
+            for_capture: Whether the batch is a dummy of a decode step to capture.
             **kwargs: Not used.
 
         Returns:
-            Metadata by name of the layer.
+            Metadata by name of the layer; None for a dummy batch that is not captured.
         """
+        self._bind_memory()
+        is_real = all(req_id in self._rows for req_id in input_batch.req_ids)
+        self._inputs.set_rows(input_batch.idx_mapping if is_real else input_batch.idx_mapping[:0])
         batch = None
-        if all(req_id in self._rows for req_id in input_batch.req_ids):
-            self._bind_memory()
-            position = input_batch.positions[: input_batch.num_tokens]
-            batch = batch_attention(self._cache, input_batch, position, self._table)
+        if is_real or for_capture:
+            batch = batch_attention(self._cache, self._inputs, input_batch)
         return {layer.layer_name: batch for layer in self._attention}
 
     def _bind_memory(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import triton.backends
 from triton.runtime import interpreter
 
-from tests.support.interpreter import leave_out_idle_work
+from tests.support.interpreter import leave_out_idle_work, round_fp8_to_nearest
 
 MEMORY = 2**34
 
@@ -83,6 +83,7 @@ def main() -> None:
     pretend_gpu()
     index_by_item()
     leave_out_idle_work()
+    round_fp8_to_nearest()
     pretend_platform()
     from dms_train.vllm_plugin.plugin import register
     from tests.support import vllm_engine

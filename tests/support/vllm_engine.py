@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from dms_train.vllm_plugin.attention import DMSMetadataBuilder
 from dms_train.vllm_plugin.credit import CreditManager
 from tests.support.vllm_cpu import MEMORY
 
@@ -50,6 +54,8 @@ class Recorder(Executor):
     def initialize_from_config(self, configs: list[Any]) -> None:
         with set_current_vllm_config(self.vllm_config):
             self.runner.initialize_kv_cache(configs[0])
+            if self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+                self.runner.capture_model()
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         return [WorkerBase.get_supported_kv_cache_layouts(self)]  # from 0.33 on
@@ -114,6 +120,43 @@ class Recorder(Executor):
         return True
 
 
+class RepeatedCalls:
+    """Stands for a full CUDA graph on a CPU: a replay repeats the calls of its capture.
+
+    Attributes:
+        replays: Number of replays of all graphs.
+    """
+
+    replays = 0
+
+    def __init__(self, calls: Callable[..., None]) -> None:
+        self._calls = calls
+
+    def replay(self) -> None:
+        RepeatedCalls.replays += 1
+        self._calls(CUDAGraphMode.NONE)
+
+    @staticmethod
+    def capture(manager: Any, create_forward_fn: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        """Replacement of vLLM's capture, which needs a GPU."""
+        for described in manager._capture_descs[CUDAGraphMode.FULL]:
+            created = create_forward_fn(described, warmup=False)
+            calls = created[0] if isinstance(created, tuple) else created  # 0.24; 0.33
+            calls(CUDAGraphMode.NONE)
+            manager.graphs[described] = RepeatedCalls(calls)
+        manager._graphs_captured = True
+        return {}
+
+
+def replay(job: dict[str, Any]) -> dict[str, Any]:
+    """Like `generate`, with decode steps as full CUDA graphs; also the number of replays."""
+    DMSMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    CudaGraphManager.capture = RepeatedCalls.capture
+    RepeatedCalls.replays = 0
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4]}
+    return {**generate(job, graphs), "replays": RepeatedCalls.replays}
+
+
 def configure(job: dict[str, Any]) -> dict[str, Any]:
     """Build the configuration of an engine; the error if it is refused."""
     os.environ.update(job["environment"])
@@ -130,18 +173,18 @@ def configure(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def generate(job: dict[str, Any]) -> dict[str, Any]:
+def generate(job: dict[str, Any], graphs: dict[str, Any] | None = None) -> dict[str, Any]:
     """Continue `prompts` greedily; the tokens, and after each step the lengths of all KV lists."""
     llm = LLM(
         model=job["model"],
         skip_tokenizer_init=True,
         dtype="float32",
         generation_config="vllm",
-        enforce_eager=True,
+        enforce_eager=graphs is None,
         disable_custom_all_reduce=True,
         distributed_executor_backend=Recorder,
         num_gpu_blocks_override=job["blocks"],
-        compilation_config={"custom_ops": ["none"]},
+        compilation_config={"custom_ops": ["none"], **(graphs or {})},
         **job["options"],
     )
     core = llm.llm_engine.engine_core.engine_core
@@ -161,6 +204,7 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
         "scheduler": type(core.scheduler).__name__,
         "free_blocks": pool.get_num_free_blocks(),
         "pages": recorder.cache.pool.max_pages,
+        "block_bytes": core.scheduler.kv_cache_config.kv_cache_tensors[0].size // job["blocks"],
     }
 
 
