@@ -6,6 +6,7 @@ A GGUF file of llama.cpp is dequantised to a Hugging Face directory instead.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)"
+        "--dtype",
+        choices=("fp32", "bf16"),
+        help="of the weights (default: bf16, or fp32 if the model holds a matrix in 32 bits)",
     )
     parser.add_argument("--revision", help="hub revision")
     parser.add_argument(
@@ -51,15 +54,18 @@ def _import(args: argparse.Namespace) -> None:
     if is_gguf(path):
         print(f"{path}: {convert_gguf(path, args.out, dtype=args.dtype)}")
     else:
+        # before CUDA is asked for GPUs: the host's memory holds larger models than one GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from dms_train.app.conversion import import_model
 
-        import_model(
+        dtype = import_model(
             args.model,
             args.out,
             dtype=args.dtype,
             revision=args.revision,
             download=args.download,
         )
+        print(f"{args.model}: weights written as {dtype}")
     print(f"wrote {args.out}")
 
 

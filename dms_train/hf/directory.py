@@ -34,6 +34,7 @@ _FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", 
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TIED = _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_HALF = ("F16", "BF16")
 # Buffers of older versions of transformers; every program computes them anew.
 _LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _ROWS = 8192  # rows of two matrices that are compared at once
@@ -193,7 +194,7 @@ class WeightReader:
                     f"{self.directory / INDEX_FILE}: {name} is not in {file}; copy the directory "
                     "again"
                 )
-        self._open: dict[str, Any] = {}
+        self._open: tuple[str, Any] | None = None
         refuse_side_files(self.directory)
         self._refuse_dtypes()
 
@@ -296,6 +297,11 @@ class WeightReader:
         """Return the dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
         return str(self._entry(name)[1]["dtype"])
 
+    def training_dtype(self) -> str:
+        """Return `bf16` if every matrix is stored in 16 bits, else `fp32`."""
+        wide = any(self.dtype(n) not in _HALF for n in self.names() if len(self.shape(n)) > 1)
+        return "fp32" if wide else "bf16"
+
     @typed
     def get(self, name: str) -> Tensor:
         """Read the tensor to the CPU in its stored dtype.
@@ -317,9 +323,11 @@ class WeightReader:
 
         file = self._entry(name)[0]
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
-            tensor = read(self._open[file])
+            # only the last file stays mapped, so that the pages of the others can be freed
+            if self._open is None or self._open[0] != file:
+                path = self.directory / file
+                self._open = file, safe_open(path, framework="pt", device="cpu")
+            tensor = read(self._open[1])
         except SafetensorError as error:
             raise HFError(
                 f"{self.directory / file}: cannot be read ({error}); copy the file again"
