@@ -6,10 +6,10 @@ A GGUF file of llama.cpp is dequantised to a Hugging Face directory instead.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
+from dms_train.app import launcher
 from dms_train.cli.errors import run_main
 from dms_train.hf.gguf_directory import convert_gguf, is_gguf
 
@@ -54,8 +54,7 @@ def _import(args: argparse.Namespace) -> None:
     if is_gguf(path):
         print(f"{path}: {convert_gguf(path, args.out, dtype=args.dtype)}")
     else:
-        # before CUDA is asked for GPUs: the host's memory holds larger models than one GPU
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        launcher.hide_gpus()  # host memory holds larger models than one GPU
         from dms_train.app.conversion import import_model
 
         dtype = import_model(
