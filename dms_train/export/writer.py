@@ -169,10 +169,7 @@ def write_export(  # noqa: PLR0913 - all named
     elif selftest is not None:
         raise HFError("a dense export has no decisions to test: pass selftest=None")
     with _published(Path(out_dir)) as directory:
-        if callable(weights):
-            weights(directory)
-        else:
-            _write_weights(directory, weights, architecture, dtype)
+        _write_weights(directory, weights, architecture, dtype)
         if selftest is not None:
             selftest.save(directory)
         _Described(architecture, dtype, provenance, compressed).write(directory, source_dir)
@@ -252,10 +249,13 @@ def _complete_generation(path: Path, special: dict[str, int]) -> None:
 
 def _write_weights(
     directory: Path,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor]] | Callable[[Path], None],
     architecture: Architecture,
     dtype: torch.dtype,
 ) -> None:
+    if callable(weights):
+        weights(directory)
+        return
     missing = expected_shapes(architecture)
     with WeightWriter(directory) as writer:
         for name, tensor in weights:
