@@ -138,8 +138,7 @@ def write_export(  # noqa: PLR0913 - all named
         target_cr: Compression ratio asked for in training.
         dtype: Dtype of the exported weights.
         export_format: Name of a format; unused for dense models.
-        weights: (Hugging Face name, tensor) in any order, consumed one shard at a time; or a
-            function that writes checked weight files in `dtype` to `partial_directory(out_dir)`.
+        weights: (Hugging Face name, tensor) in any order, or a function that writes the files.
         source_dir: Directory that supplies tokenizer, generation config and other config keys.
         selftest: Reference output; only with a spec.
         block_size: Tokens per page of NVIDIA's paged cache.
@@ -253,6 +252,7 @@ def _write_weights(
     architecture: Architecture,
     dtype: torch.dtype,
 ) -> None:
+    """Write weight files; memory is bounded by one shard."""
     if callable(weights):
         weights(directory)
         return
