@@ -5,8 +5,7 @@
 The layers have the shape of Llama 2 7B, stored in bf16. Each command is a process of its own.
 `peak` is the anonymous memory of that process and its children, with shared pages counted once.
 Mapped files are left out, because their pages can be dropped. On a GPU machine, `dms-export` holds
-the weights on the GPU. The last columns are an extrapolation: the weights of the whole model, plus
-the weight file that `dms-export` holds, plus the rest of the measured peak.
+the weights on the GPU. Two runs with different `--layers` show how the peak grows with the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 from benchmarks.benchmark import Args, Benchmark
 from benchmarks.tables import field, table
 from dms_train.hf.architecture import Architecture, to_hf_config
-from dms_train.hf.directory import SHARD_BYTES, WeightWriter
+from dms_train.hf.directory import WeightWriter
 from dms_train.hf.json_files import write_json
 from dms_train.hf.tensors import expected_shapes
 
@@ -37,7 +36,6 @@ _TOOLS = "dms_train.checkpoints_tools"
 _ANONYMOUS = re.compile(r"^Pss_Anon:\s+(\d+) kB", re.MULTILINE)
 _POLL_SECONDS = 0.1
 _BF16 = 2
-_WHOLE = {"7b": 6_738_415_616, "32b": 32_763_876_352}  # Llama 2 7B, Qwen2.5 32B
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -57,26 +55,7 @@ def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
             "dms-export": ("megatron_to_hf", checkpoint, export, "--dtype", "bf16"),
         }.items():
             measured = _run([sys.executable, "-m", f"{_TOOLS}.{words[0]}", *words[1:]])
-            whole = {
-                size: extrapolate(measured["peak"], weights, _BF16 * count, name == "dms-export")
-                for size, count in _WHOLE.items()
-            }
-            yield {"name": name, "layers": args.layers, "weights": weights, **measured, **whole}
-
-
-def extrapolate(peak: float, weights: int, whole: int, holds_file: bool) -> float:
-    """Return the expected peak for a model of `whole` bytes.
-
-    Args:
-        peak: Measured peak in bytes.
-        weights: Bytes of the measured model.
-        whole: Bytes of the model to extrapolate to.
-        holds_file: Whether the command also holds one weight file in memory.
-    """
-    if not holds_file:
-        return whole + peak - weights
-    rest = peak - weights - min(weights, SHARD_BYTES)
-    return whole + min(whole, SHARD_BYTES) + rest
+            yield {"name": name, "layers": args.layers, "weights": weights, **measured}
 
 
 def _architecture(layers: int) -> Architecture:
@@ -142,8 +121,6 @@ COLUMNS = (
     ("weights GB", _gb("weights")),
     ("peak GB", _gb("peak")),
     ("s", field("seconds", ".0f")),
-    ("7B GB", _gb("7b")),
-    ("32B GB", _gb("32b")),
 )
 
 
