@@ -47,6 +47,10 @@ def pretend_platform() -> None:
     platforms._current_platform = cuda.NonNvmlCudaPlatform()
     cuda.CudaPlatform = cuda.NonNvmlCudaPlatform
     cuda.NonNvmlCudaPlatform.dispatch_key = "CPU"
+    communicator = "vllm.distributed.device_communicators.base_device_communicator"
+    cuda.NonNvmlCudaPlatform.get_device_communicator_cls = classmethod(
+        lambda _: f"{communicator}.DeviceCommunicatorBase"  # torch.distributed
+    )
     import vllm.utils.platform_utils as utils
 
     utils.is_uva_available = lambda: True

@@ -42,7 +42,7 @@ class Late(Future[Any]):
 
 @dataclass
 class Held:
-    """What a request holds; its KV lists keep different shares of tokens outside the window."""
+    """Lengths of the KV lists of a request, which keep different shares of its older tokens."""
 
     prompt: int
     shares: list[float]
@@ -50,7 +50,7 @@ class Held:
     lengths: list[int] = field(default_factory=lambda: [0] * LISTS)
 
     def add(self, tokens: int) -> int:
-        """Compute tokens; the most pages that this takes."""
+        """Compute tokens and return the most pages that this takes."""
         most = pages(n + tokens for n in self.lengths)
         self.computed += tokens
         outside = max(self.computed - WINDOW, 0)
