@@ -2,7 +2,7 @@
 
 A chunk of m tokens is charged ceil(m / P) blocks until its report arrives, although it may shrink
 to a few. Steps are therefore limited to what fits the free blocks: a long chunk is reduced. If not
-even one token of each running request fits, the scheduler waits for the reports on their way.
+even one token of each running request fits, the scheduler waits for the reports in flight.
 vLLM preempts a request only when there is none.
 """
 
