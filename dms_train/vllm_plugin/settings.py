@@ -83,6 +83,7 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     """Return conditions under which an option is refused, each with what is wrong and the fix."""
     cache, parallel, model = config.cache_config, config.parallel_config, config.model_config
     size, runner = cache.block_size, model.runner_type
+    heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
     return [
         (
@@ -102,8 +103,8 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "pipeline parallelism is not supported; remove --pipeline-parallel-size",
         ),
         (
-            parallel.tensor_parallel_size > 1,
-            "tensor parallelism is not supported; remove --tensor-parallel-size",
+            heads % ranks,
+            f"tensor_parallel_size={ranks} does not divide its {heads} KV heads; lower it",
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from dms_train.vllm_plugin.batch import StepInputs, batch_attention
@@ -30,8 +32,25 @@ class ReportingSampler:
     def __call__(self, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample as vLLM does."""
         output = self._sampler(logits, input_batch, *args, **kwargs)
-        output.num_nans = self._cache.held_pages(input_batch.idx_mapping)
+        output.num_nans = most_of_ranks(self._cache.held_pages(input_batch.idx_mapping))
         return output
+
+
+def most_of_ranks(pages: Tensor) -> Tensor:
+    """Return the most pages of each request on any tensor-parallel rank; -1 after any fault.
+
+    Ranks hold different KV heads, which evict different tokens. A credit must cover the fullest.
+
+    Args:
+        pages: Pages of each request on this rank, int32 [b]; -1 after a fault.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return pages
+    fault = torch.iinfo(pages.dtype).max
+    pages = torch.where(pages < 0, fault, pages)
+    torch.distributed.all_reduce(pages, torch.distributed.ReduceOp.MAX, group=group.device_group)
+    return torch.where(pages == fault, -1, pages)
 
 
 class DMSModelState(DefaultModelState):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -22,25 +22,32 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from dms_train.vllm_plugin.attention import DMSMetadataBuilder
 from dms_train.vllm_plugin.credit import CreditManager
+from dms_train.vllm_plugin.state import most_of_ranks
 from tests.support.vllm_cpu import MEMORY
+
+
+def join(ranks: int, rank: int, store: str) -> None:
+    """Join the process group of tensor-parallel ranks, which meet in the file `store`."""
+    init_distributed_environment(ranks, rank, f"file://{store}", 0, "gloo")
+    ensure_model_parallel_initialized(ranks, 1)
 
 
 class Recorder(Executor):
     """Runs the model in this process and records each step."""
 
     supported_tasks = ("generate",)
+    rank, store = 0, ""
     steps: list[dict[str, Any]]
 
     def _init_executor(self) -> None:
         config = self.vllm_config
+        ranks = config.parallel_config.tensor_parallel_size
         config.device_config.device = torch.device("cpu")
         config.load_config.device = "cpu"
         self.steps = []
         with set_current_vllm_config(config):
             if not torch.distributed.is_initialized():
-                store = f"file://{Path(sys.argv[2]).resolve()}/store"
-                init_distributed_environment(1, 0, store, 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
+                join(ranks, self.rank, self.store or f"{Path(sys.argv[2]).resolve()}/store")
             self.runner = GPUModelRunner(config, torch.device("cpu"))
             self.runner.load_model()
         self.cache = self.runner.model.retrofit.cache
@@ -75,7 +82,11 @@ class Recorder(Executor):
         return self._returned(done, non_block)
 
     def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
-        return self._returned(self.runner.sample_tokens(grammar), non_block)
+        output = self.runner.sample_tokens(grammar)
+        if hasattr(output, "get_output"):
+            output = output.get_output()
+        self.steps[-1]["reported"] = output.num_nans_in_logits
+        return self._returned(output, non_block)
 
     def _record(self, output: Any) -> None:
         cache, state = self.cache, self.runner.req_states
@@ -174,7 +185,11 @@ def configure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(job: dict[str, Any], graphs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Continue `prompts` greedily; the tokens, and after each step the lengths of all KV lists."""
+    """Continue `prompts` greedily; the tokens, and after each step the lengths of all KV lists.
+
+    Tensor-parallel ranks are processes with a scheduler each, which share the file `store`.
+    """
+    Recorder.rank, Recorder.store = job.get("rank", 0), job.get("store", "")
     llm = LLM(
         model=job["model"],
         skip_tokenizer_init=True,
@@ -206,6 +221,13 @@ def generate(job: dict[str, Any], graphs: dict[str, Any] | None = None) -> dict[
         "pages": recorder.cache.pool.max_pages,
         "block_bytes": core.scheduler.kv_cache_config.kv_cache_tensors[0].size // job["blocks"],
     }
+
+
+def agree(job: dict[str, Any]) -> list[int]:
+    """Reduce the pages of one of two tensor-parallel ranks."""
+    with set_current_vllm_config(VllmConfig()):
+        join(2, job["rank"], job["store"])
+    return most_of_ranks(torch.tensor(job["pages"], dtype=torch.int32)).tolist()
 
 
 def starve(job: dict[str, Any]) -> str:

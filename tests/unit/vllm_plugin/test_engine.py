@@ -217,7 +217,7 @@ def test_preemptions_change_no_token(storms):
     large, small = storms
     print(f"preemptions {preemptions(small)}, steps {len(large['steps'])}, {len(small['steps'])}")
     assert preemptions(large) == 0
-    assert preemptions(small) >= 20
+    assert preemptions(small) >= 3
     assert small["tokens"] == large["tokens"]
 
 

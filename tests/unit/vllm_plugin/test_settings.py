@@ -31,7 +31,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         "KV connectors",
     ),
     "pipeline": ({"pipeline_parallel_size": 2, **PROCESSES}, {}, "pipeline parallelism"),
-    "tensor parallel": ({"tensor_parallel_size": 2, **PROCESSES}, {}, "tensor parallelism"),
+    "tensor parallel": (
+        {"tensor_parallel_size": 4, **PROCESSES},
+        {},
+        "tensor_parallel_size=4 does not divide its 2 KV heads",
+    ),
     "old runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "it needs model runner V2"),
     "NaN check": ({}, {"VLLM_COMPUTE_NANS_IN_LOGITS": "1"}, "VLLM_COMPUTE_NANS_IN_LOGITS use"),
     "e5m2 cache": ({"kv_cache_dtype": "fp8_e5m2"}, {}, "kv_cache_dtype=fp8_e5m2 is not supported"),
