@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def results(on_ranks, model) -> list[dict[str, Any]]:
+    if not version("vllm").startswith("0.24."):
+        pytest.skip("newer versions of vLLM have no CPU kernel for an operator of two ranks")
     options = {**OPTIONS, "tensor_parallel_size": 2}
     return on_ranks("generate", [job(model, LEAST, options=options)] * 2)
 
