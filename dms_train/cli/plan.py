@@ -5,6 +5,9 @@ a step, and duration and disk space of the whole run. Also prints the schedule a
 every training stage. If a layout does not divide the model or does not fit --gpu, the command
 suggests one that does and returns 2. Data need not be given.
 
+With --trace it lists the collectives of a step instead, on the first and last pipeline stage. They
+come from the real schedule, run as one rank of all with few layers and short samples.
+
 With --inference it prints the operations, memory traffic and latency of a decoding step instead,
 with the share of the KV cache. The model is that of the DMS paper (appendix G).
 """
@@ -53,6 +56,12 @@ def _main(arguments: Sequence[str]) -> int:
         config = replace(config, cluster=replace(config.cluster, gpu=options.gpu))
     if options.list_layouts is not None:
         print("\n".join(ranked(config, architecture, world_size, options.list_layouts)))
+        return 0
+    if options.trace:
+        check(config, world_size=world_size, architecture=architecture)
+        from dms_train.app.collectives import table  # needs torch
+
+        print("\n".join(table(config, architecture, world_size)))
         return 0
     if options.inference:
         known = gpu(options.gpu or _INFERENCE_GPU)
@@ -104,6 +113,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         const=10,
         metavar="N",
         help="the fastest N layouts (default 10) that divide and fit, instead of the plan",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="every collective of a step with its bytes, from a small step in one process",
     )
     parser.add_argument("--config-dir", type=Path, help="folder with your own group files")
     add = parser.add_argument_group("inference").add_argument
