@@ -52,7 +52,7 @@ _RATE = LearningRate(max_lr=1e-5, min_lr=1e-5, steps=100, warmup_steps=0, style=
 
 
 class Collective(NamedTuple):
-    """Kind of a collective, the name of its group, and the number of ranks in the group."""
+    """Kind of a collective, the name of its group, and the number of ranks that take part."""
 
     kind: str
     group: str
@@ -92,19 +92,18 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, func: Any, args: tuple[Any, ...]) -> None:
-        kind = _KINDS.get(func._opname)
-        if kind is None:
-            return
+        kind = _KINDS.get(func._opname, func._opname)
         sides = [[x for x in tree_leaves(argument) if isinstance(x, Tensor)] for argument in args]
         if kind != "send":
             for tensor in sides[0]:
                 tensor.fill_(1)  # the backend leaves what was in memory
         boxed = next(x for x in args if isinstance(x, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
-        name = self._names.get(group.group_name, "all ranks")
-        if kind in ("send", "receive"):  # two stages also use the group of all ranks
-            name = "pipeline"
-        collective = Collective(kind, name, group.size())
+        if kind in ("send", "receive"):  # a pipeline of two also uses the group of all ranks
+            collective = Collective(kind, "pipeline", 2)
+        else:
+            name = self._names.get(group.group_name, "all ranks")
+            collective = Collective(kind, name, group.size())
         self.calls[collective] += 1
         self.bytes[collective] += max(
             sum(x.numel() * x.element_size() for x in side) for side in sides
@@ -232,7 +231,7 @@ def _extended(
     return traffic
 
 
-def table(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
+def trace_lines(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
     """Return the collectives of the first and last pipeline stage, beside the plan's count."""
     stages = stages_of(config, architecture, world_size)
     for stage in dict.fromkeys((0, len(stages) - 1)):

@@ -59,9 +59,9 @@ def _main(arguments: Sequence[str]) -> int:
         return 0
     if options.trace:
         check(config, world_size=world_size, architecture=architecture)
-        from dms_train.app.collectives import table  # needs torch
+        from dms_train.app.collectives import trace_lines  # needs torch
 
-        print("\n".join(table(config, architecture, world_size)))
+        print("\n".join(trace_lines(config, architecture, world_size)))
         return 0
     if options.inference:
         known = gpu(options.gpu or _INFERENCE_GPU)
