@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.tables import Column, field, table
 from benchmarks.train_step.shapes import QWEN_32B, SHAPES, Case
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.options import ParallelOptions
+from dms_train.method.spec import PRESETS
+from dms_train.planning.activations import Microbatch
 from dms_train.planning.flops import forward_flops_per_token
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.memory import PipelineStage
+from dms_train.planning.step_time import SentBytes, sent_bytes
 from dms_train.tables import markdown_table
 
 GPUS, TP, PP = 256, 8, 2
@@ -22,10 +27,6 @@ DP = GPUS // (TP * PP)
 SAMPLES, LENGTH = 256, 8192
 PAPER_STEP_S = 18.0
 _PASSES = 4  # of the student: forward 1, backward 2; and the teacher's forward pass
-# Communicated for one layer and microbatch, each of s x h bf16 numbers: all-gather and
-# reduce-scatter around the attention and around the MLP in two forward passes and in the backward
-# pass, which also gathers the inputs of both projections again.
-_COLLECTIVES = 4 + 4 + 6
 _SOURCE_SHAPE, _SOURCE_TP = "qwen2.5-7b", 2
 
 
@@ -88,19 +89,41 @@ def measured(rows: list[dict[str, Any]]) -> Measured | None:
             hidden = sum(kinds.values()) - row["profile"]["busy_ms"]
             apart = (kinds["communication"] - hidden + kinds["optimizer"]) / 1e3
             source, length, _ = SHAPES[case.shape]
-            sent = case.microbatches * _tensor_bytes(
-                source.num_layers, source.hidden_size, length, layout.tp
-            )
+            sent = _sent(source, length, case.microbatches, tp=layout.tp)
             return Measured(
                 case.model_flops / layout.world / (row["step_s"] - apart),
-                sent / (kinds["communication"] / 1e3),
+                sent.tensor / (kinds["communication"] / 1e3),
             )
     return None
 
 
-def _tensor_bytes(layers: int, hidden: int, length: int, tp: int) -> float:
-    """Return the bytes that one rank of tensor parallelism sends for one microbatch."""
-    return _COLLECTIVES * layers * length * hidden * 2 * (tp - 1) / tp
+def _sent(
+    architecture: Architecture,
+    length: int,
+    microbatches: int,
+    *,
+    tp: int,
+    pp: int = 1,
+    copies: int = 1,
+) -> SentBytes:
+    """Return what a rank of the last stage sends in a step, as `dms-plan --trace` lists it."""
+    parallel = ParallelOptions(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=True,
+        params_dtype="bf16",
+    )
+    microbatch = Microbatch(
+        architecture=architecture,
+        method=PRESETS["dms"],
+        parallel=parallel,
+        samples=1,
+        length=length,
+        distills=True,
+    )
+    return sent_bytes(
+        PipelineStage(microbatch=microbatch, rank=pp - 1, copies=copies, microbatches=microbatches)
+    )
 
 
 def step_s(rates: Measured, assumed: Assumptions) -> dict[str, float]:
@@ -111,18 +134,14 @@ def step_s(rates: Measured, assumed: Assumptions) -> dict[str, float]:
     # the last stage also computes the vocabulary, and the others wait for it
     operations = _PASSES * (layers / PP + vocabulary) * LENGTH / TP
     passes = operations / (rates.rate * assumed.narrow)
-    tensor = assumed.exposed * _tensor_bytes(a.num_layers // PP, a.hidden_size, LENGTH, TP)
-    tensor /= rates.link
-    # student and teacher of a microbatch forward, and the same backward
-    pipeline = 2 * 2 * LENGTH * a.hidden_size * 2 / TP / assumed.network
-    # fp32 gradients are reduced and bf16 weights gathered
-    data = parameter_count(a) / (TP * PP) * (4 + 2) * (DP - 1) / DP / assumed.network
+    sent = _sent(a, LENGTH, microbatches, tp=TP, pp=PP, copies=DP)
+    tensor = assumed.exposed * sent.tensor / rates.link
     parts = {
         "passes": microbatches * passes,
-        "tensor parallel": microbatches * tensor,
-        "pipeline transfers": microbatches * pipeline,
-        "pipeline bubble": (PP - 1) * (passes + tensor),
-        "data parallel": assumed.data_exposed * data,
+        "tensor parallel": tensor,
+        "pipeline transfers": sent.pipeline / assumed.network,
+        "pipeline bubble": (PP - 1) * (passes + tensor / microbatches),
+        "data parallel": assumed.data_exposed * sent.data / assumed.network,
     }
     parts["waits"] = assumed.waits * sum(parts.values())
     return {**parts, "total": sum(parts.values())}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dms_train.app.plan_lines import layout_lines, layout_table, validation_lines
+from dms_train.app.plan_lines import layout_lines, layout_table, run_lines, validation_lines
 from dms_train.config.build import ConfigError
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
@@ -17,6 +17,7 @@ from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS
 from dms_train.planning.memory import parameter_count
+from dms_train.planning.run_size import taken_branches
 from dms_train.training.stages import Action, Stage, build_stages
 
 _SHOWN_STEPS = 5
@@ -33,6 +34,7 @@ def describe(
         *_summary(config, architecture, world_size),
         *layout_lines(config, architecture, world_size),
         *validation_lines(config, architecture, world_size),
+        *run_lines(config, architecture, world_size, loaded_cr),
         f"folder  {config.run.dir}",
         "",
         *_stages(config, loaded_cr),
@@ -134,11 +136,9 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
 
 def _branches(stage: Stage) -> Iterator[str]:
     """Describe the branches that the annealing takes."""
-    for step in range(1, stage.steps):
-        ratio = stage.integer_passed(step)
-        if ratio is not None and ratio in stage.branches:
-            steps = stage.branches[ratio].steps
-            yield f"      branch at CR {ratio}: {steps} steps, then the export cr{ratio}"
+    for _, ratio in taken_branches(stage):
+        steps = stage.branches[ratio].steps
+        yield f"      branch at CR {ratio}: {steps} steps, then the export cr{ratio}"
 
 
 def _action(config: RunConfig, action: Action) -> str:

@@ -12,9 +12,13 @@ from dms_train.planning.flops import forward_flops_per_token
 from dms_train.planning.gpus import GPUS, Gpu, calibration
 from dms_train.planning.layouts import Layout
 from dms_train.planning.memory import needs_teacher
+from dms_train.planning.run_size import run_size
 
 _GIB = 2**30
 _TEACHER, _STUDENT = 1, 3  # in forward passes
+_HOUR = 3600
+# A faster layout is suggested if it saves at least this share of a step.
+_WORTH_CHANGING = 0.05
 
 
 def _chosen(config: RunConfig) -> Gpu:
@@ -60,6 +64,31 @@ def _operations(
         f"{', 2N teacher' if passes > _STUDENT else ''}, attention); expected "
         f"{rate:.0f} TFLOP/s and {tokens / world_size / layout.time.total:,.0f} tokens/s a GPU"
     )
+
+
+def run_lines(
+    config: RunConfig, architecture: Architecture, world_size: int, loaded_cr: float
+) -> Iterator[str]:
+    """Return duration and disk space of the whole run, and a layout that is faster."""
+    gpu, size = _chosen(config), run_size(config, architecture, loaded_cr)
+    layout = layouts.planned(config, architecture, world_size, gpu)
+    hours = size.steps * layout.time.total / _HOUR
+    yield (
+        f"run     {size.steps:,} steps in {hours:,.1f} hours, {hours * world_size:,.1f} GPU hours; "
+        "evaluations, saves and exports come on top"
+    )
+    yield (
+        f"disk    {size.disk_bytes / _GIB:,.1f} GiB: {size.checkpoints} checkpoint(s) of "
+        f"{size.checkpoint_bytes / _GIB:,.1f} GiB, {size.weights} stage end(s) of "
+        f"{size.weights_bytes / _GIB:,.1f} GiB, {size.exports} export(s) of "
+        f"{size.export_bytes / _GIB:,.1f} GiB"
+    )
+    fastest = next(iter(layouts.search(config, architecture, world_size, gpu)), None)
+    if fastest is not None and fastest.time.total <= (1 - _WORTH_CHANGING) * layout.time.total:
+        yield (
+            f"hint    {fastest.time.total:.3g} s a step with {' '.join(fastest.words(config))}; "
+            "--list-layouts shows more"
+        )
 
 
 def validation_lines(

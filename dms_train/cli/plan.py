@@ -1,8 +1,12 @@
 """Show what a run would do, without starting it; needs no GPU.
 
-Prints the layout, the memory of every pipeline stage by kind, and the operations and expected
-time of a step. Also prints the schedule at five steps of every training stage. If a layout does
-not divide the model or does not fit --gpu, the command suggests one that does and returns 2.
+Prints the layout, the memory of every pipeline stage by kind, the operations and expected time of
+a step, and duration and disk space of the whole run. Also prints the schedule at five steps of
+every training stage. If a layout does not divide the model or does not fit --gpu, the command
+suggests one that does and returns 2. Data need not be given.
+
+With --trace it lists the collectives of a step instead, on the first and last pipeline stage. They
+come from the real schedule, run as one rank of all with few layers and short samples.
 
 With --inference it prints the operations, memory traffic and latency of a decoding step instead,
 with the share of the KV cache. The model is that of the DMS paper (appendix G).
@@ -26,7 +30,7 @@ from dms_train.planning.gpus import GPUS, gpu
 _INFERENCE_GPU = "h100"  # the paper's
 _EPILOG = """\
 examples:
-  dms-plan experiment=llama32_1b model.path=MODEL 'data.paths=[data/corpus]'
+  dms-plan experiment=llama32_1b model.path=MODEL
   dms-plan experiment=llama31_8b model.path=MODEL --world-size 16 --gpu h100 --list-layouts
   dms-plan model.path=MODEL --inference --gpu h100 --batch 1,256 --length 8192,32768 --cr 1,4,8
 """
@@ -41,8 +45,8 @@ def _main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     from dms_train.cli.config_source import compose
 
-    unused = ["data.paths=[]"] if options.inference else []
-    config = compose([*options.overrides, *unused], options.config_dir)
+    # a plan reads no data; an override of the user replaces the stand-in
+    config = compose(["data.paths=[DATA]", *options.overrides], options.config_dir)
     parallel = config.parallel
     layout = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     world_size = options.world_size or max(1, layout)
@@ -52,6 +56,12 @@ def _main(arguments: Sequence[str]) -> int:
         config = replace(config, cluster=replace(config.cluster, gpu=options.gpu))
     if options.list_layouts is not None:
         print("\n".join(ranked(config, architecture, world_size, options.list_layouts)))
+        return 0
+    if options.trace:
+        check(config, world_size=world_size, architecture=architecture)
+        from dms_train.app.collectives import trace_lines  # needs torch
+
+        print("\n".join(trace_lines(config, architecture, world_size)))
         return 0
     if options.inference:
         known = gpu(options.gpu or _INFERENCE_GPU)
@@ -103,6 +113,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         const=10,
         metavar="N",
         help="the fastest N layouts (default 10) that divide and fit, instead of the plan",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="every collective of a step with its bytes, from a small step in one process",
     )
     parser.add_argument("--config-dir", type=Path, help="folder with your own group files")
     add = parser.add_argument_group("inference").add_argument

@@ -17,7 +17,8 @@ from dms_train.config.cluster import ClusterOptions
 from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
 from dms_train.observe.state_files import current_stage
-from dms_train.planning.memory import checkpoint_bytes, parameter_count
+from dms_train.planning.memory import parameter_count
+from dms_train.planning.run_size import run_size
 from dms_train.training.options import RETROFIT_STAGES, RUN_TASKS, VALIDATE_EXPORT
 
 Kind = Literal["convert", "train", "validate"]
@@ -104,10 +105,13 @@ def needs(job: Job, config: RunConfig) -> Needs:
         RUN_TASKS: 0,
         IMPORT: _WIDTHS[config.parallel.params_dtype] * parameter_count(architecture),
     }
+    # The ratio of another run's student is known when it is loaded; no annealing is counted then.
+    begins_at_1 = config.run.load is None or imports(config)
+    loaded_cr = 1.0 if begins_at_1 else config.stage.retrofit.target_cr
+    # 10 % more, for the index and the padded rows of the vocabulary
+    whole_run = run_size(config, architecture, loaded_cr).disk_bytes * 11 // 10
     return Needs(
-        gpus if cluster.gpus_per_node else 0,
-        # 10 % more, for the index and the padded rows of the vocabulary
-        free.get(current_stage(job.stage), checkpoint_bytes(config, architecture) * 11 // 10),
+        gpus if cluster.gpus_per_node else 0, free.get(current_stage(job.stage), whole_run)
     )
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 _LEAVE_OUT = "have it repaired, or leave it out (--exclude=NODE in cluster.options)"
 
+# Folders of the run folder whose size a plan knows.
+_WRITTEN = ("checkpoints", "weights", "exports")
+
 
 class NodeError(ValueError):
     """The node does not meet the requirements."""
@@ -20,7 +23,8 @@ class Needs:
 
     Attributes:
         gpus: Least number of visible GPUs; 0 skips the check.
-        free_bytes: Least number of free bytes in the run folder.
+        free_bytes: Least number of bytes in the run folder, free or taken by its checkpoints,
+            weights and exports.
     """
 
     gpus: int
@@ -31,7 +35,7 @@ class Needs:
         if self.gpus:
             wanted.append(f"{self.gpus} visible GPU(s)")
         if self.free_bytes:
-            wanted.append(f"{_size(self.free_bytes)} free in the run folder")
+            wanted.append(f"{_size(self.free_bytes)} in the run folder")
         return " and ".join(wanted) or "nothing"
 
 
@@ -53,13 +57,20 @@ def look(run: Path, needs: Needs, visible: str | None = None) -> str:
             raise NodeError(f"{gpus} visible GPU(s), {needs.gpus} are needed; {_LEAVE_OUT}")
         resources.append(f"{gpus} visible GPU(s)")
     free = shutil.disk_usage(run).free
-    if free < needs.free_bytes:
+    missing = needs.free_bytes - _written(run)
+    if free < missing:
         raise NodeError(
-            f"{_size(free)} free in {run}, {_size(needs.free_bytes)} are needed for a checkpoint; "
-            "make room"
+            f"{_size(free)} free in {run}, {_size(missing)} are needed for what the run still "
+            "writes; make room, or lower run.keep_checkpoints"
         )
     resources.append(f"{_size(free)} free in {run}")
     return f"has {', '.join(resources)}; needs {needs}"
+
+
+def _written(run: Path) -> int:
+    """Return the bytes that a run has written already and does not need again."""
+    files = (file for name in _WRITTEN for file in (run / name).rglob("*"))
+    return sum(file.lstat().st_size for file in files)
 
 
 def _visible_gpus(visible: str | None) -> int:

@@ -95,6 +95,21 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
     )
 
 
+def names() -> dict[str, str]:
+    """Return what the groups of this rank divide, by torch's name of each group."""
+    known = {
+        parallel_state.get_pipeline_model_parallel_group(): "pipeline",
+        parallel_state.get_data_parallel_group(): "data",
+        parallel_state.get_data_parallel_group(with_context_parallel=True): "data",
+        parallel_state.get_tensor_model_parallel_group(): "tensor",
+        parallel_state.get_model_parallel_group(): "model",
+    }
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    if embedding is not None:  # the ranks of the first and the last stage
+        known.setdefault(embedding, "embedding")
+    return {group.group_name: name for group, name in known.items()}
+
+
 def value_of_rank_0(value: Any) -> Any:
     """Return the value of rank 0 on every rank."""
     values = [value]

@@ -7,8 +7,10 @@ The terms are added. Overlap is part of the measured shares.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from dms_train.planning import activations
+from dms_train.planning.activations import Microbatch
 from dms_train.planning.gpus import Calibration, Gpu
 from dms_train.planning.memory import PipelineStage, layer_products
 from dms_train.planning.pipeline import bubble
@@ -105,7 +107,7 @@ def work_of(stage: PipelineStage) -> Work:
     m, a, count = stage.microbatch, stage.microbatch.architecture, stage.microbatches
     recompute = m.parallel.recompute_granularity
     layers = stage.layers * stage.vp
-    forwards = 1 + (recompute == "full") + m.distills
+    forwards = _forwards(m)
     head = 2 * activations.padded_vocab(a) * a.hidden_size / m.tp * stage.is_last
     products = 2 * layers * layer_products(a) / m.tp
     matmul = m.tokens * (products * (forwards + 2) + head * (3 + m.distills))
@@ -126,26 +128,64 @@ def work_of(stage: PipelineStage) -> Work:
 
 def _communication(stage: PipelineStage) -> tuple[float, float]:
     """Return the bytes that a process sends in a step, to its node and to other nodes."""
-    m = stage.microbatch
-    tp, copies = m.tp, stage.copies
-    forwards = 1 + (m.parallel.recompute_granularity == "full") + m.distills
-    # two all-reduces, or pairs of gather and scatter, for each layer and direction
-    shared = 2 * (forwards + 1) * stage.layers * stage.vp * 2 * m.gathered * (tp - 1) / tp
-    if m.parallel.sequence_parallel:
-        # inputs of both column-parallel products are gathered again for their weights' gradients
-        shared += 2 * stage.layers * stage.vp * m.gathered * (tp - 1) / tp
-    within = stage.microbatches * shared
-    pipeline = 2 * stage.microbatches * stage.vp * m.stage_tensor if stage.pp > 1 else 0
-    reduced = stage.parameters * (4 + m.width) * (copies - 1) / copies
-    far = 0.0
-    if tp > _GPUS_PER_NODE:
-        within, far = 0.0, far + within
-    if tp * copies > _GPUS_PER_NODE:
-        far += reduced
-    else:
-        within += reduced
-    if tp * copies * stage.pp > _GPUS_PER_NODE:
-        far += pipeline
-    else:
-        within += pipeline
-    return within, far
+    sent, ranks = sent_bytes(stage), stage.microbatch.tp
+    near, far = 0.0, 0.0
+    # a group lies within a node if all ranks up to its last one do
+    for size, factor in (
+        (sent.tensor, 1),
+        (sent.data, stage.copies),
+        (sent.pipeline, stage.pp),
+    ):
+        ranks *= factor
+        if ranks > _GPUS_PER_NODE:
+            far += size
+        else:
+            near += size
+    return near, far
+
+
+class SentBytes(NamedTuple):
+    """Bytes that a process sends in a step, by the kind of group.
+
+    Attributes:
+        tensor: Around the products of layers, embedding and head.
+        data: Gradients in fp32 and updated weights.
+        pipeline: Stage tensors and their gradients.
+    """
+
+    tensor: float
+    data: float
+    pipeline: float
+
+
+def sent_bytes(stage: PipelineStage) -> SentBytes:
+    """Count what the collectives of a step send; `dms-plan --trace` lists them one by one."""
+    m, copies = stage.microbatch, stage.copies
+    parts = stage.layers * stage.vp * _layer_parts(m)
+    parts += (stage.rank == 0) * _embedding_parts(m) + stage.is_last * _head_parts(m)
+    chunks = 2 * stage.vp - (stage.rank == 0) - stage.is_last
+    return SentBytes(
+        tensor=stage.microbatches * parts * m.gathered * (m.tp - 1) / m.tp,
+        data=stage.parameters * (4 + m.width) * (copies - 1) / copies,
+        pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
+    )
+
+
+def _forwards(m: Microbatch) -> int:
+    return 1 + (m.parallel.recompute_granularity == "full") + m.distills
+
+
+def _layer_parts(m: Microbatch) -> int:
+    """Count the gathers and scatters of a layer; an all-reduce is one of each."""
+    # both products of attention and MLP; with sequence parallelism the inputs of the
+    # column-parallel ones are gathered again for their weights' gradients
+    return 4 * (_forwards(m) + 1) + 2 * m.parallel.sequence_parallel
+
+
+def _embedding_parts(m: Microbatch) -> int:
+    passes = 1 + m.distills
+    return passes + 1 if m.parallel.sequence_parallel else 2 * passes
+
+
+def _head_parts(m: Microbatch) -> int:
+    return 2 + m.distills if m.parallel.sequence_parallel else 2

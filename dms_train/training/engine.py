@@ -46,6 +46,10 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def save_weights(self, path: Path, state: dict[str, Any]) -> None:
+        """Write the weights and the JSON state, without the optimizer; ValueError as `save`."""
+        ...
+
     def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
         """Load weights, and the optimizer if wanted, and return the JSON state.
 

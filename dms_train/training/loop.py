@@ -64,6 +64,7 @@ def run(
     while state.stage < len(stages):
         stage, before = stages[state.stage], state.stage
         if isinstance(stage, Stage):
+            _keep_weights(stages, state, components)
             stops = _run_stage(stage, state, components)
         else:
             _act(stage, state, components)
@@ -74,6 +75,18 @@ def run(
             components.watch.stopped(state.step)
             break
     return state
+
+
+def _keep_weights(
+    stages: list[Stage | Action], state: TrainState, components: TrainerComponents
+) -> None:
+    """Keep the weights of the stage that has just ended, unless an export holds them.
+
+    Its checkpoint is deleted when newer ones exist.
+    """
+    ended = stages[state.stage - 1] if state.stage else None
+    if isinstance(ended, Stage) and state.stage_step == 0 and state.exported is None:
+        components.saver.save_weights(state, ended.name)
 
 
 def _name(stage: Stage | Action) -> str:
@@ -153,7 +166,7 @@ def _save(state: TrainState, components: TrainerComponents, *, stops: bool) -> N
     branches = state.branch_start is not None
     exports = state.due_export is not None or branches
     if stops or exports or _due(state.step, components.options.save_interval):
-        components.saver.save(state, permanent=exports, required=stops or branches, wait=exports)
+        components.saver.save(state, permanent=branches, required=stops or branches, wait=exports)
     else:
         components.saver.poll(state.step)
 
@@ -196,7 +209,7 @@ def _end_branch(start: int, state: TrainState, components: TrainerComponents) ->
     """Load the annealing again, then delete the checkpoints of the branch."""
     saver = components.saver
     state.end_branch(components.engine.load(saver.step_path(start), with_optimizer=True))
-    saver.annotate(state, {"branch_start": None})
+    saver.annotate(state, {"branch_start": None, "permanent": False})
     saver.remove_branch(state)
 
 
@@ -239,7 +252,7 @@ def _finish(stage: Stage, state: TrainState, components: TrainerComponents) -> N
         _enable_eviction(stage, state, components)
     state.next_stage()
     components.reporter.end_stage(state.step)
-    components.saver.save(state, permanent=True, required=True)
+    components.saver.save(state, permanent=False, required=True)
 
 
 def _due(step: int, interval: int) -> bool:

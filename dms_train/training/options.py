@@ -174,8 +174,8 @@ class RunOptions:
         max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
         async_save: Write checkpoints in the background while training continues.
-        keep_checkpoints: Number of newest checkpoints to keep, besides checkpoints of integer
-            ratios and stage ends.
+        keep_checkpoints: Number of newest checkpoints to keep. Of integer ratios and ends of stages
+            the weights are kept, in `exports` or `weights`.
         eval_interval: Steps between evaluations; 0 evaluates at the ends of stages only.
         eval_samples: Validation samples per evaluation; 0 evaluates nothing.
         log_interval: Steps between metric rows.

@@ -61,7 +61,7 @@ class Saver:
 
         Args:
             state: The position.
-            permanent: Never delete this checkpoint.
+            permanent: Keep this checkpoint until it is annotated as no longer permanent.
             required: Raise when it cannot be written, and wait for it.
             wait: Return when it is complete.
 
@@ -85,6 +85,17 @@ class Saver:
         else:
             if waits:
                 self._saved(_row(state), self.path(state))
+
+    def save_weights(self, state: TrainState, name: str) -> None:
+        """Write the weights alone to `weights/NAME`; a failure is logged, and training continues.
+
+        No checkpoint may be in the process of being written.
+        """
+        path = self.folder.with_name("weights") / name
+        try:
+            self.engine.save_weights(path, {**state.to_dict(), **self.provenance})
+        except ValueError as error:
+            self._failed(_row(state), error)
 
     def remove_branch(self, state: TrainState) -> None:
         """Queue the checkpoints of a finished branch, which left at this position, for deletion."""

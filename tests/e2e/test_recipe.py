@@ -185,20 +185,56 @@ def test_dms_is_evaluated_between_the_window_and_the_original(folder: Path) -> N
 @pytest.mark.timeout(600)
 def test_a_killed_run_resumes_with_the_same_losses(folder: Path) -> None:
     train(1, *retrofit(folder, "whole"), "parallel=single")
-    killed = folder / "killed"
     words = [*retrofit(folder, "killed"), "parallel=single"]
     for kill_at in (4, 8):  # in the middle of zero_neuron, then of retrofit
-        pauses = folder / f"killed-{kill_at}"
-        pauses.mkdir()
-        command = [sys.executable, *paused_run.command(kill_at, pauses, words)]
-        process = subprocess.Popen(
-            command, env=launch.environment(), cwd=launch.ROOT, stderr=subprocess.DEVNULL
-        )
-        paused_run.wait_for_pause(pauses, 1, lambda: process.poll() is None)  # noqa: B023
-        process.kill()
-        process.wait()
-    train(1, *retrofit(folder, "killed"), "parallel=single")
-    assert rows(killed) == rows(folder / "whole")
+        killed(folder / f"killed-{kill_at}", kill_at, words)
+    train(1, *words)
+    assert rows(folder / "killed") == rows(folder / "whole")
+
+
+def killed(pauses: Path, step: int, words: list[str]) -> None:
+    """Start a run and kill it before a step."""
+    pauses.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, *paused_run.command(step, pauses, words)],
+        env=launch.environment(),
+        cwd=launch.ROOT,
+        stderr=subprocess.DEVNULL,
+    )
+    paused_run.wait_for_pause(pauses, 1, lambda: process.poll() is None)
+    process.kill()
+    process.wait()
+
+
+def has_optimizer(checkpoint: Path) -> bool:
+    """Return whether the index of a Megatron checkpoint names optimizer state."""
+    return b"exp_avg" in (checkpoint / ".metadata").read_bytes()
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_only_the_newest_checkpoints_have_optimizer_state(folder: Path) -> None:
+    """A run is killed after CR 3 and resumed to CR 4; the weights at CR 2 start another run."""
+    words = {
+        name: [*retrofit(folder, name), "parallel=single", "stage.retrofit.target_cr=4"]
+        for name in ("to_4", "to_4_resumed")
+    }
+    train(1, *words["to_4"])
+    killed(folder / "after_3", 18, words["to_4_resumed"])
+    train(1, *words["to_4_resumed"])
+    run = folder / "to_4_resumed"
+    assert rows(run) == rows(folder / "to_4")
+    for name in ("final", "cr2"):
+        weights = [folder / each / f"exports/{name}/hf/model.safetensors" for each in words]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+    kept = sorted(path.name for path in (run / "checkpoints").glob("step_????????"))
+    assert kept == ["step_00000018", "step_00000021"]
+    assert all(has_optimizer(run / "checkpoints" / name) for name in kept)
+    ratios = [run / f"exports/cr{ratio}/megatron" for ratio in (2, 3, 4)]
+    assert not any(has_optimizer(path) for path in [run / "weights/zero_neuron", *ratios])
+    held = [*retrofit(folder, "held_at_2"), "parallel=single", f"run.load={ratios[0]}"]
+    train(1, *held, "stage.run=[hold,export]", "stage.hold.steps=2")
+    assert [row["train/target_cr"] for row in rows(folder / "held_at_2")] == [2, 2]
 
 
 @pytest.mark.dist

@@ -206,11 +206,12 @@ def test_a_chain_runs_from_text_to_a_validated_export(site: Site, whole: Path) -
     assert state["layout"] == {"tp": 2, "pp": 1, "dp": 1}
 
 
-def test_a_checkpoint_needs_the_space_that_nodes_are_checked_for(whole: Path) -> None:
+def test_a_run_takes_the_space_that_nodes_are_checked_for(whole: Path) -> None:
     script = (whole / "launch" / "retrofit.sbatch").read_text()
     required = int(script.partition("FREE_BYTES=")[2].split()[0])
-    newest = sorted((whole / "checkpoints").glob("step_*"))[-1]
-    taken = sum(file.stat().st_size for file in newest.iterdir())
+    folders = [whole / name for name in ("checkpoints", "weights", "exports")]
+    files = (file for folder in folders for file in folder.rglob("*"))
+    taken = sum(file.lstat().st_size for file in files)
     assert taken <= required <= 1.2 * taken
     assert "node dmsnode2 has " in logs(whole)
 

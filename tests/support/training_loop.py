@@ -102,6 +102,9 @@ class FakeParts:
         (path / "run_state.json").write_text(json.dumps(state))
         self.events.append(("save", path.name, state["permanent"]))
 
+    def save_weights(self, path: Path, state: dict[str, Any]) -> None:
+        self.events.append(("weights", path.name, state["step"], state["eviction_enabled"]))
+
     def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
         assert with_optimizer
         self.events.append(("load", path.name))
@@ -227,10 +230,11 @@ def run(
     fails_at: int | str | None = None,
     stops_at: int | None = None,
     skips: set[int] | None = None,
+    fakes: FakeParts | None = None,
     **options: Any,
 ) -> FakeParts:
     """Run stages; the recorded calls end with `interrupted` if the run failed at `fails_at`."""
-    fakes = FakeParts(fails_at, stops_at)
+    fakes = fakes or FakeParts(fails_at, stops_at)
     fakes.skips = skips or set()
     built = build_stages(stages, 0)
     try:

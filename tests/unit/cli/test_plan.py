@@ -96,6 +96,41 @@ def test_what_does_not_divide_is_answered_with_what_does(monkeypatch, capsys, tm
     assert "the fastest layout that divides and fits H100 SXM 80 GB: parallel." in message
 
 
+def plan_of_32b(monkeypatch, capsys, folder, *words: str) -> dict[str, str]:
+    """First lines of the plan of the 32B experiment, by their first word; no data is named."""
+    (folder / "config.json").write_text(json.dumps(to_hf_config(configs.KNOWN["qwen_r1_32b"])))
+    given = ["experiment=qwen_r1_32b", f"model.path={folder}", "--world-size=256", "--gpu=h100"]
+    assert run_plan(monkeypatch, *given, *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {line.partition(" ")[0]: line for line in lines[::-1] if line[:1].isalpha()}
+
+
+def test_a_plan_without_data_states_duration_and_disk(monkeypatch, capsys, tmp_path):
+    lines = plan_of_32b(monkeypatch, capsys, tmp_path, "parallel=tp8_pp2")
+    step = float(lines["time"].split()[1])
+    count, hours, gpu_hours = (float(lines["run"].split()[i].replace(",", "")) for i in (1, 4, 6))
+    assert count == 2000 + 700
+    assert hours == pytest.approx(2700 * step / 3600, rel=0.02)
+    assert gpu_hours == pytest.approx(256 * hours, rel=0.02)
+    # 14 bytes a parameter in three checkpoints, 2 after zero_neuron, 2 x 2 in CR 2 to 8
+    bytes_each = 3 * 14 + 2 + 7 * 4
+    disk = float(lines["disk"].split()[1].replace(",", ""))
+    assert disk == pytest.approx(bytes_each * 32763876352 / 2**30, rel=1e-3)
+
+
+def test_a_much_faster_layout_is_named(monkeypatch, capsys, tmp_path):
+    slow = plan_of_32b(monkeypatch, capsys, tmp_path, "parallel=tp8_pp2")
+    hint = slow["hint"]
+    assert "parallel.tensor_model_parallel_size=4" in hint
+    overrides = [word for word in hint.split() if "=" in word]
+    better = plan_of_32b(
+        monkeypatch, capsys, tmp_path, "parallel=tp8_pp2", *(word.rstrip(";") for word in overrides)
+    )
+    assert float(better["time"].split()[1]) == pytest.approx(float(hint.split()[1]))
+    assert "hint" not in better
+    assert "hint" not in plan_of_32b(monkeypatch, capsys, tmp_path)  # the experiment's own layout
+
+
 def test_stages_shorter_than_five_steps():
     config = configs.config(stage__run=["zero_neuron"], stage__zero_neuron__steps=2)
     rows = describe(config, configs.architecture(), 1).splitlines()[-2:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dms_train.launch import preflight
+from dms_train.launch.nodes import Needs, NodeError, look
 
 ROOT = Path(__file__).resolve().parents[3]
 EIGHT = 'for i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done'
@@ -48,7 +50,7 @@ def test_a_node_with_everything_is_logged_and_starts(tmp_path: Path) -> None:
     done = node(tmp_path, EIGHT, NODE_GPUS="8", FREE_BYTES="1000")
     first, second = done.stdout.splitlines()
     assert first.startswith("node a7 has 8 visible GPU(s), ")
-    assert first.endswith("needs 8 visible GPU(s) and 0.0 MiB free in the run folder")
+    assert first.endswith("needs 8 visible GPU(s) and 0.0 MiB in the run folder")
     assert second == "the module ran"
     assert not (tmp_path / "run" / "errors").exists()
 
@@ -83,6 +85,19 @@ def test_a_node_that_lacks_something_is_reported_and_starts_nothing(
     assert done.stdout == ""
     described = json.loads((tmp_path / "run" / "errors" / "12.0-rank0.json").read_text())
     assert described["message"] == line
+
+
+def test_what_a_run_has_written_is_not_needed_again(tmp_path: Path) -> None:
+    """Half of the requirement lies in the run folder, and the disk has less than the whole."""
+    free = shutil.disk_usage(tmp_path).free
+    run = tmp_path / "run"
+    (run / "exports" / "cr2").mkdir(parents=True)
+    needed = Needs(0, free + 2**30)
+    with pytest.raises(NodeError, match=r"needed for what the run still writes; make room"):
+        look(run, needed)
+    with (run / "exports" / "cr2" / "weights").open("wb") as file:
+        file.truncate(2**31)  # sparse, so that nothing is taken of the disk
+    assert "free in" in look(run, needed)
 
 
 def test_without_slurm_nothing_is_checked(tmp_path: Path) -> None:

@@ -118,6 +118,18 @@ def test_no_checkpoint_of_a_branch_is_left(tmp_path: Path) -> None:
         assert restored(tmp_path, int(path.name.removeprefix("step_"))).branch_start is None
 
 
+def test_the_start_of_a_branch_is_kept_until_the_branch_ends(tmp_path: Path) -> None:
+    run(tmp_path, BRANCHED, fails_at="cr2", save_interval=1, keep_checkpoints=1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_????????")) == [
+        "step_00000007",
+        "step_00000010",
+    ]
+    run(tmp_path, BRANCHED, restored(tmp_path, 10), save_interval=1, keep_checkpoints=1)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_????????")] == [
+        "step_00000014"
+    ]
+
+
 def test_metrics_have_one_row_for_each_branch_and_steps_that_never_fall(tmp_path: Path) -> None:
     fakes = run(tmp_path, BRANCHED, save_interval=1)
     steps = [step for step, _ in fakes.of("log")]

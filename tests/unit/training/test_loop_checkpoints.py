@@ -33,33 +33,36 @@ def folders(tmp_path: Path) -> list[int]:
 VALIDATED = only("zero_neuron", "export", "validate_export")
 
 
-def test_intervals_save_temporarily_stage_ends_and_integer_ratios_permanently(
-    tmp_path: Path,
-) -> None:
+def test_intervals_stage_ends_and_integer_ratios_are_saved(tmp_path: Path) -> None:
     saves = run(tmp_path, save_interval=2, keep_checkpoints=99).of("save")
-    assert saves == [
-        ("step_00000002", True),
-        ("step_00000004", False),
-        ("step_00000005", True),
-        ("step_00000006", False),
-        ("step_00000007", True),
-        ("step_00000008", False),
-        ("step_00000009", True),
-        ("step_00000010", False),
-        ("step_00000011", True),
-        ("step_00000012", False),
-        ("step_00000014", True),
-    ]
+    steps = (2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14)
+    assert saves == [(f"step_{step:08d}", False) for step in steps]
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"), [(1, [2, 5, 7, 9, 11, 13, 14]), (3, [2, 5, 7, 9, 10, 11, 12, 13, 14])]
+    ("interval", "keep", "left"),
+    [(1, 1, [14]), (1, 3, [12, 13, 14]), (0, 2, [11, 14]), (0, 4, [7, 9, 11, 14])],
 )
-def test_retention_keeps_the_newest_temporary_and_all_permanent_ones(
-    tmp_path: Path, keep: int, left: list[int]
+def test_only_the_newest_checkpoints_are_kept(
+    tmp_path: Path, interval: int, keep: int, left: list[int]
 ) -> None:
-    run(tmp_path, save_interval=1, keep_checkpoints=keep)
+    run(tmp_path, save_interval=interval, keep_checkpoints=keep)
     assert folders(tmp_path) == left
+
+
+def test_weights_of_a_stage_are_kept_unless_an_export_holds_them(tmp_path: Path) -> None:
+    """CR 4, the end of the annealing, is exported; without that export its weights are kept."""
+    zeroed = [("pretrain", 2, False), ("zero_neuron", 5, True)]
+    assert run(tmp_path / "a").of("weights") == zeroed
+    annealed = ("retrofit", 11, True)
+    assert run(tmp_path / "b", every_integer_cr=False).of("weights") == [*zeroed, annealed]
+
+
+@pytest.mark.parametrize("step", [4, 5, 6])
+def test_weights_of_a_stage_are_kept_by_a_resumed_run(tmp_path: Path, step: int) -> None:
+    run(tmp_path, fails_at=step, save_interval=1)
+    again = run(tmp_path, state=restored(tmp_path, step))
+    assert again.of("weights") == ([("zero_neuron", 5, True)] if step < 6 else [])
 
 
 def test_only_the_main_rank_removes_checkpoints(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_a_folder_that_cannot_be_read_is_not_removed(tmp_path: Path, text: str |
     if text is not None:
         (damaged / "run_state.json").write_text(text)
     run(tmp_path, save_interval=1, keep_checkpoints=1)
-    assert folders(tmp_path) == [0, 2, 5, 7, 9, 11, 13, 14]
+    assert folders(tmp_path) == [0, 14]
 
 
 def test_a_damaged_later_checkpoint_does_not_displace_new_ones(tmp_path: Path) -> None:
@@ -83,7 +86,7 @@ def test_a_damaged_later_checkpoint_does_not_displace_new_ones(tmp_path: Path) -
     later.mkdir(parents=True)
     (later / "run_state.json").write_text('{"permanent": false}')
     run(tmp_path, save_interval=1, keep_checkpoints=1, fails_at=9)
-    assert folders(tmp_path) == [2, 5, 7, 8, 9, 900]
+    assert folders(tmp_path) == [9, 900]
 
 
 def test_zero_interval_saves_stage_ends_and_integer_ratios_only(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "exported": "cr3",
         "due_export": None,
         "branch_start": None,
-        "permanent": True,
+        "permanent": False,
         "architecture": {"family": "llama"},
     }
 

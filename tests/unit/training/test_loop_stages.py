@@ -64,7 +64,7 @@ def test_the_eviction_channel_is_reset_once_between_zeroing_and_retrofit(
     assert len(trained_before) == 5
     evaluated = [e for e in fakes.events[:at] if e[0] == "evaluate"][-1]
     assert evaluated[1].stage_step == 2  # the stage is evaluated with its own weights
-    assert ("save", "step_00000005", True) in fakes.events[at:]
+    assert ("save", "step_00000005", False) in fakes.events[at:]
 
 
 def test_a_retrofit_without_zeroing_resets_the_channel_first(

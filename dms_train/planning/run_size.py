@@ -1,0 +1,119 @@
+"""Steps, exports and disk space of a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.formats import FORMATS
+from dms_train.planning.memory import checkpoint_bytes, parameter_count
+from dms_train.training.stages import Action, Stage, build_stages
+
+_WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSize:
+    """Amounts of a whole run.
+
+    Attributes:
+        steps: Optimizer steps, including those of hold branches.
+        checkpoints: Largest number of checkpoints at a time, including one that is being written.
+        checkpoint_bytes: Bytes of one checkpoint: weights and optimizer state.
+        weights: Number of stage ends whose weights are kept.
+        weights_bytes: Bytes of the weights alone.
+        exports: Number of exports, without links.
+        export_bytes: Bytes of one export: its Megatron weights and its Hugging Face weights.
+    """
+
+    steps: int
+    checkpoints: int
+    checkpoint_bytes: int
+    weights: int
+    weights_bytes: int
+    exports: int
+    export_bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the run folder at its fullest moment."""
+        return (
+            self.checkpoints * self.checkpoint_bytes
+            + self.weights * self.weights_bytes
+            + self.exports * self.export_bytes
+        )
+
+
+def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1.0) -> RunSize:
+    """Return the amounts of a run that starts from a student of ratio `loaded_cr`."""
+    stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
+    trained = [stage for stage in stages if isinstance(stage, Stage)]
+    branches = [ratio for stage in trained for _, ratio in taken_branches(stage)]
+    weights = parameter_count(architecture) * _WIDTHS[config.parallel.params_dtype]
+    exported = parameter_count(architecture) * _export_width(config)
+    return RunSize(
+        steps=sum(stage.steps for stage in trained) + len(branches) * config.stage.hold.steps,
+        checkpoints=_checkpoints(config, trained, in_branches=bool(branches)),
+        checkpoint_bytes=checkpoint_bytes(config, architecture),
+        weights=sum(not _ends_exported(config, stage) for stage in trained[:-1]),
+        weights_bytes=weights,
+        exports=_exports(config, stages),
+        export_bytes=weights + exported,
+    )
+
+
+def taken_branches(stage: Stage) -> Iterator[tuple[int, int]]:
+    """Yield step and ratio of each hold branch that leaves the annealing of `stage`."""
+    for step in range(1, stage.steps):
+        ratio = stage.integer_passed(step)
+        if ratio is not None and ratio in stage.branches:
+            yield step, ratio
+
+
+def _export_width(config: RunConfig) -> int:
+    """Return the bytes of an exported number; a format may require a dtype."""
+    export = config.stage.export
+    required = None if export.format is None else FORMATS[export.format].dtype
+    return _WIDTHS[export.dtype or required or config.parallel.params_dtype]
+
+
+def _checkpoints(config: RunConfig, trained: list[Stage], *, in_branches: bool) -> int:
+    saves, first = 0, 0
+    for stage in trained:
+        saved = {stage.steps, *(step - first for step in _interval_steps(config, first, stage))}
+        if config.stage.export.every_integer_cr:
+            saved.update(_ratio_steps(stage))
+        saves, first = saves + len(saved), first + stage.steps
+    # one more is being written; a branch keeps the checkpoint at which it left
+    return min(saves, config.run.keep_checkpoints + 1) + in_branches
+
+
+def _interval_steps(config: RunConfig, first: int, stage: Stage) -> range:
+    """Return the steps, counted from the start of the run, that `run.save_interval` saves."""
+    interval = config.run.save_interval
+    if interval == 0:
+        return range(0)
+    return range(first // interval * interval + interval, first + stage.steps + 1, interval)
+
+
+def _ratio_steps(stage: Stage) -> list[int]:
+    """Return the steps before the last one that pass an integer ratio."""
+    return [step for step in range(1, stage.steps) if stage.integer_passed(step) is not None]
+
+
+def _ends_exported(config: RunConfig, stage: Stage) -> bool:
+    """Return whether the last step of a stage passes an integer ratio that is exported."""
+    reached = stage.steps > 0 and stage.integer_passed(stage.steps) is not None
+    return reached and config.stage.export.every_integer_cr
+
+
+def _exports(config: RunConfig, stages: list[Stage | Action]) -> int:
+    trained = [stage for stage in stages if isinstance(stage, Stage)]
+    if config.stage.export.every_integer_cr:
+        count = sum(len(_ratio_steps(stage)) + _ends_exported(config, stage) for stage in trained)
+    else:
+        count = sum(len(list(taken_branches(stage))) for stage in trained)
+    is_link = bool(trained) and _ends_exported(config, trained[-1])
+    return count + ("export" in stages and not is_link)

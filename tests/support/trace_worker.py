@@ -1,0 +1,87 @@
+"""Traces of several layouts in one process: `python -m tests.support.trace_worker OUT.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dms_train.app import collectives
+from dms_train.config.schema import RunConfig
+from dms_train.planning.memory import stages_of
+from dms_train.planning.step_time import sent_bytes
+from tests.support import configs
+
+SIZES = {
+    "num_layers": 8,
+    "hidden_size": 128,
+    "ffn_hidden_size": 448,
+    "num_attention_heads": 8,
+    "num_query_groups": 8,
+    "kv_channels": 16,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+ARCHITECTURE = configs.architecture(**SIZES)
+WORLD_SIZE = 16
+# tensor, pipeline and virtual pipeline size, sequence parallelism, recomputation
+LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
+    "tp2_pp2": (2, 2, None, True, None),
+    "tp4_pp2_vp2_full": (4, 2, 2, True, "full"),
+    "tp2_pp4_no_sequence": (2, 4, None, False, None),
+    "dp16": (1, 1, None, False, None),
+}
+
+
+def config(layout: str) -> RunConfig:
+    """A configuration in one of the layouts."""
+    tp, pp, vp, sequence, recompute = LAYOUTS[layout]
+    return configs.config(
+        parallel__tensor_model_parallel_size=tp,
+        parallel__pipeline_model_parallel_size=pp,
+        parallel__virtual_pipeline_model_parallel_size=vp,
+        parallel__sequence_parallel=sequence,
+        parallel__recompute_granularity=recompute,
+        parallel__params_dtype="bf16",
+        data__seq_length=256,
+        data__global_batch_size=64,
+    )
+
+
+def compared(layout: str) -> dict[str, Any]:
+    """Bytes that the first and last stage send, by group, and what the plan counts."""
+    made = config(layout)
+    stages = stages_of(made, ARCHITECTURE, WORLD_SIZE)
+    ends = {}
+    for end, stage in (("first", 0), ("last", len(stages) - 1)):
+        sent: dict[str, float] = {}
+        for collective, traffic in collectives.trace(made, ARCHITECTURE, WORLD_SIZE, stage).items():
+            sent[collective.group] = sent.get(collective.group, 0.0) + traffic.sent_bytes
+        ends[end] = {"sent": sent, "planned": sent_bytes(stages[stage])._asdict()}
+    return ends
+
+
+def whole() -> dict[str, Any]:
+    """Calls and bytes of one step of the whole configuration, and those extended to it."""
+    made = config("tp2_pp2")
+    extended = collectives.trace(made, ARCHITECTURE, WORLD_SIZE, 0)
+    with collectives._one_process(WORLD_SIZE, 0):
+        engine, names = collectives._engine(made, ARCHITECTURE)
+        batches = collectives._batches(1, made.data.seq_length, 16)
+        collectives._step(engine, made, batches, names)
+        recorder = collectives._step(engine, made, batches, names)
+        collectives.groups.stop(keep_process_group=True)
+    return {
+        "extended": {_name(c): (t.calls, t.tensor_bytes) for c, t in extended.items()},
+        "real": {_name(c): (n, recorder.bytes[c]) for c, n in recorder.calls.items()},
+    }
+
+
+def _name(collective: collectives.Collective) -> str:
+    return f"{collective.kind} {collective.group} {collective.ranks}"
+
+
+if __name__ == "__main__":
+    results = {layout: compared(layout) for layout in LAYOUTS}
+    Path(sys.argv[1]).write_text(json.dumps({**results, "whole": whole()}))

@@ -1,0 +1,91 @@
+"""Steps, exports and disk space of a run, compared with what runs of the loop write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dms_train.config.schema import RunConfig
+from dms_train.planning.memory import parameter_count
+from dms_train.planning.run_size import run_size
+from tests.support import configs
+from tests.support.training_loop import FakeParts, only, run
+
+ARCHITECTURE = configs.architecture()
+HELD = replace(only().hold, branch_ratios=(2, 3))
+RUNS = {
+    "recipe": only("zero_neuron", "retrofit", "export"),
+    "held": only("zero_neuron", "retrofit", "hold", "export"),
+    "branched": only("zero_neuron", "retrofit", "hold", "export", hold=HELD),
+    "not_exported": only("retrofit", "hold"),
+    "pretrained": only("pretrain", "export"),
+    "fractional": only(
+        "retrofit", "hold", "export", retrofit=replace(only().retrofit, target_cr=2.5)
+    ),
+}
+
+
+def config_of(name: str, *, every: bool, **options: Any) -> RunConfig:
+    """A configuration with the stages of `RUNS[name]`."""
+    config = configs.config()
+    stages = RUNS[name]
+    stage = replace(
+        config.stage,
+        run=stages.run,
+        pretrain=stages.pretrain,
+        zero_neuron=stages.zero_neuron,
+        retrofit=stages.retrofit,
+        hold=stages.hold,
+        export=replace(stages.export, every_integer_cr=every),
+    )
+    return replace(config, stage=stage, run=replace(config.run, **options))
+
+
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_takes_the_steps_and_writes_the_exports_that_were_planned(
+    tmp_path: Path, name: str, every: bool
+) -> None:
+    size = run_size(config_of(name, every=every), ARCHITECTURE)
+    fakes: FakeParts = run(tmp_path, RUNS[name], every_integer_cr=every)
+    assert size.steps == len(fakes.of("train"))
+    assert size.exports == len(fakes.of("export"))
+    assert size.weights == len(fakes.of("weights"))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 9])
+@pytest.mark.parametrize("interval", [0, 1])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_most_checkpoints_at_a_time(
+    tmp_path: Path, name: str, interval: int, keep: int
+) -> None:
+    """Counted after each save and before the removal of old ones."""
+    options = {"save_interval": interval, "keep_checkpoints": keep, "async_save": False}
+    size = run_size(config_of(name, every=True, **options), ARCHITECTURE)
+    seen = []
+
+    class Counting(FakeParts):
+        def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
+            super().save(path, state, wait=wait)
+            seen.append(len(list(path.parent.glob("step_????????"))))
+
+    run(tmp_path, RUNS[name], every_integer_cr=True, fakes=Counting(), **options)
+    assert max(seen) <= size.checkpoints
+    assert size.checkpoints <= max(seen) + (1 if name == "branched" else 0)
+
+
+@pytest.mark.parametrize(("dtype", "checkpoint", "weights"), [("fp32", 16, 4), ("bf16", 14, 2)])
+def test_bytes_of_a_parameter(dtype: str, checkpoint: int, weights: int) -> None:
+    config = configs.config(parallel__params_dtype=dtype)
+    size = run_size(config, ARCHITECTURE)
+    count = parameter_count(ARCHITECTURE)
+    assert size.checkpoint_bytes == checkpoint * count
+    assert size.weights_bytes == weights * count
+    assert size.export_bytes == 2 * weights * count
+    exported = replace(config.stage, export=replace(config.stage.export, dtype="fp32"))
+    assert run_size(replace(config, stage=exported), ARCHITECTURE).export_bytes == (
+        (weights + 4) * count
+    )
