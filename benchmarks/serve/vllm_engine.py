@@ -1,7 +1,7 @@
 """One engine of vLLM on a model directory, with or without DMS: one JSON line for each result.
 
     python -m benchmarks.serve.vllm_engine steps FOLDER 1x8192 32x8192
-    python -m benchmarks.serve.vllm_engine capacity FOLDER 64x32768 --cache-gb 18
+    python -m benchmarks.serve.vllm_engine capacity FOLDER 64x32768 --cache-bytes 19327352832
     python -m benchmarks.serve.vllm_engine storm FOLDER 200x1024 --blocks 400
 
 The benchmark `serve vllm_plugin` starts this module. The engine runs in this process, so that its
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--eager-prefill", action="store_true", help="graphs for decoding only")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--cache-gb", type=float, default=18, help="GiB, of capacity")
+    parser.add_argument("--cache-bytes", type=int, help="of capacity")
     parser.add_argument("--blocks", type=int, default=0, help="of the storm; 0: enough for all")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its steps are watched in this process
@@ -109,14 +109,14 @@ def steps(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def capacity(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield how many of the given sequences decode at once in a cache of `--cache-gb`.
+    """Yield how many of the given sequences decode at once in a cache of `--cache-bytes`.
 
     All prompts wait. The engine admits as many as fit, and the measurement ends with the first
     finished sequence.
     """
     for case in args.cases:
-        longest, size = case.context + args.new_tokens, int(args.cache_gb * 2**30)
-        limits = {"max_model_len": longest, "kv_cache_memory_bytes": size}
+        longest = case.context + args.new_tokens
+        limits = {"max_model_len": longest, "kv_cache_memory_bytes": args.cache_bytes}
         llm = start(vllm, args, case.sequences, **limits)
         params = vllm.SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True)
         engine = llm.llm_engine

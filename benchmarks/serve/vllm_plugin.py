@@ -9,7 +9,7 @@ engine has its own process. `--engine` is its command, for a Python that has vll
 
 - steps: decode steps and prefill, as in the benchmark `serve`. `live` counts the cache slots of the
   blocks that a sequence holds.
-- capacity: sequences of 32,768 tokens that decode at once in a cache of `--cache-gb`.
+- capacity: sequences of 32,768 tokens that decode at once, in the memory of 4.5 bf16 ones.
 - storm: 200 requests of a small model in float32, with a pool for all, then with a quarter of the
   blocks that they used. Their tokens are compared, and all blocks and pages must come back.
 
@@ -33,7 +33,7 @@ import torch
 from benchmarks.benchmark import Args, Benchmark, comma_separated, one_of, replace
 from benchmarks.records import ROOT, Table, measured_at
 from benchmarks.serve.case import FEWEST, Case
-from benchmarks.serve.models import ENGINE, KEPT, SERVING_PAGE, SHAPES, WINDOW
+from benchmarks.serve.models import ENGINE, KEPT, SERVING_PAGE, SHAPES, WINDOW, architecture
 from benchmarks.serve.processes import printed_rows
 from benchmarks.serve.random_export import random_folders
 from benchmarks.serve.tables import by_case
@@ -49,6 +49,7 @@ WAYS = {
     "dense-fp8": ("vLLM, FP8 cache", "dense", "fp8"),
 }
 MODES: dict[str, list[str]] = {"default": [], "decode-graphs": ["--eager-prefill"]}
+CACHE_SEQUENCES = 4.5  # of the capacity; 18 GiB for Llama-3.1-8B
 _KEY = ("part", "way", "mode", "shape", "sequences", "context")
 Row = dict[str, Any]
 
@@ -122,7 +123,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--models", type=Path, default=models, help="folder of the weights (%(default)s)")
     add("--engine", default=ENGINE_COMMAND, help="command (%(default)s)")
     add("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
-    add("--cache-gb", type=float, default=18, help="GiB of the cache, of capacity (%(default)s)")
 
 
 def check(args: Args) -> None:
@@ -140,7 +140,7 @@ def settings(args: Args) -> Row:
         "command": "python -m benchmarks serve vllm_plugin",
         "window": WINDOW,
         "kept": KEPT,
-        "cache_gb": args.cache_gb,
+        "cache_sequences": CACHE_SEQUENCES,
     }
 
 
@@ -185,7 +185,10 @@ def _missing(names: Row, args: Args, finished: set[tuple[Any, ...]]) -> Run | No
         "steps": (sizes.steps, ["--new-tokens", str(args.new_tokens)]),
         "capacity": (
             (sizes.capacity,),
-            ["--new-tokens", str(sizes.growth), "--cache-gb", str(args.cache_gb)],
+            [
+                *("--new-tokens", str(sizes.growth)),
+                *("--cache-bytes", str(_cache_bytes(names["shape"], sizes.capacity.context))),
+            ],
         ),
         "storm": ((sizes.storm,), ["--new-tokens", str(sizes.storm_tokens)]),
     }
@@ -194,6 +197,13 @@ def _missing(names: Row, args: Args, finished: set[tuple[Any, ...]]) -> Run | No
     _, _, dtype = WAYS[names["way"]]
     words += ["--kv-cache-dtype", dtype, *MODES[names["mode"]]]
     return Run(names, missing, words) if missing else None
+
+
+def _cache_bytes(shape: str, context: int) -> int:
+    """Return the bytes of `CACHE_SEQUENCES` sequences in bf16 without eviction."""
+    a = architecture(shape)
+    token = 2 * 2 * a.num_layers * a.num_query_groups * a.kv_channels
+    return int(CACHE_SEQUENCES * context * token)
 
 
 def measure(run: Run, args: Args) -> Iterator[Row]:
@@ -248,7 +258,7 @@ def tables(record: Row) -> str:
         _side_by_side(of["steps"], "step_ms", ".2f", inverse=True),
         "Prefill, tokens/s:",
         _side_by_side(of["steps"], "prefill_tok_s", ","),
-        f"Sequences that decode at once in a cache of {record['cache_gb']:g} GiB:",
+        f"Sequences that decode at once in the memory of {record['cache_sequences']:g} bf16 ones:",
         _side_by_side(of["capacity"], "together", ""),
         "Output tokens/s of these:",
         _side_by_side(of["capacity"], "tokens_s", ","),

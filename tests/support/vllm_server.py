@@ -38,7 +38,7 @@ def main() -> None:
         *("vllm", "serve", model, "--port", port, "--host", "127.0.0.1"),
         *("--dtype", "float32", "--enforce-eager", "--disable-custom-all-reduce"),
         *("--compilation-config", '{"custom_ops": ["none"]}', "--num-gpu-blocks-override", "200"),
-        *("--max-model-len", "512", "--max-num-seqs", "4", "--served-model-name", "tiny"),
+        *("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "48"),
         *("--distributed-executor-backend", "tests.support.vllm_server.ServingRecorder"),
     ]
     run_command()
