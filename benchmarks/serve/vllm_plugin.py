@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -149,20 +150,19 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def runs(args: Args) -> Iterator[Run]:
-    """Yield the engines that have a result to measure: all ways of a shape, then the next."""
-    sizes = _sizes(args)
-    parts = args.parts or PARTS
-    finished = _finished(args)
-    for shape in args.shapes or sizes.shapes:
-        for part in PARTS[:2]:
-            for way in args.ways or sizes.ways:
-                for mode in args.modes or MODES:
-                    names = {"way": way, "mode": mode, "shape": shape, "part": part}
-                    if part in parts and (run := _missing(names, args, finished)):
-                        yield run
-    names = {"way": "dms", "mode": "decode-graphs", "shape": "small", "part": "storm"}
-    if "storm" in parts and (run := _missing(names, args, finished)):
-        yield run
+    """Yield the engines that have a result to measure: those of a shape, then the next shape."""
+    sizes, finished = _sizes(args), _finished(args)
+    ways, parts = args.ways or sizes.ways, args.parts or PARTS
+    shapes, modes = args.shapes or sizes.shapes, args.modes or MODES
+    engines = [
+        {"part": part, "way": way, "mode": mode, "shape": shape}
+        for shape, part, way, mode in itertools.product(shapes, PARTS[:2], ways, modes)
+    ]
+    if "dms" in ways:
+        engines.append({"part": "storm", "way": "dms", "mode": "decode-graphs", "shape": "small"})
+    for names in engines:
+        if names["part"] in parts and (run := _missing(names, args, finished)):
+            yield run
 
 
 def _sizes(args: Args) -> Sizes:
