@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-    """What is measured.
+    """Models, engines and cases for a device.
 
     Attributes:
         shapes: Models.
