@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="pip install 'dms-train[vllm]'")
 pytest.importorskip("model_hosting_container_standards", reason="vLLM's server needs it")
@@ -98,6 +99,20 @@ def test_the_client_gets_the_tokens_of_the_own_engine(server: Server) -> None:
     assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
     found = [choice.token_ids for choice in sorted(answer.choices, key=lambda c: c.index)]
     assert found == [output.outputs[0].token_ids for output in outputs]
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_own_engine(server: Server) -> None:
+    """What the harness' client asks for; the prompt takes two chunks."""
+    prompt = PROMPTS[2]
+    answer = server.client.completions.create(
+        model=server.model, prompt=prompt, max_tokens=1, echo=True, logprobs=1, temperature=0
+    )
+    assert answer.choices[0].logprobs is not None
+    first, *found = answer.choices[0].logprobs.token_logprobs[: len(prompt)]
+    scores = LLM(server.model, dtype="float32").logits(prompt).log_softmax(1)
+    expected = scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert first is None
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
