@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from dms_train.cli import report
+from dms_train.evaluation import run_comparison
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.run_comparison import compare
 from dms_train.evaluation.run_report import read_run, render
 
 STEPS = 20
@@ -164,6 +167,58 @@ def test_a_picture_for_each_subject_there_are_rows_of(run):
     assert len(set(pictures)) == len(titles)
 
 
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A run with half of the loss, another learning rate and a metric of its own."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    rows = [row | {"train/kl": row["train/kl"] / 2, "train/dmc": 7.5} for row in ROWS[:STEPS]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text("optim:\n  lr: 1.0e-04\nmodel:\n  path: <some&where>\n")
+    return folder
+
+
+def test_runs_side_by_side(run, other):
+    found = Page(compare([read_run(run), read_run(other)]))
+    assert found.texts["h1"] == "mine <b> & more, other"
+    assert ["metric", "mine <b> & more", "other"] in found.lines
+    assert ["train/kl", "0.0493827", "0.0246914"] in found.lines
+    assert ["eval/kl", "0.0456", ""] in found.lines
+    assert ["train/dmc", "", "7.5"] in found.lines
+    differences = found.lines[found.lines.index(["key", "mine <b> & more", "other"]) + 1 :]
+    assert differences == [["optim.lr", "3e-05", "0.0001"]]
+    assert json.loads(found.texts["script"])["mine <b> & more"] == ROWS
+
+
+def test_a_picture_of_a_metric_has_a_curve_for_each_run(run, other, monkeypatch):
+    drawn = {}
+    draw = run_comparison.draw_curves
+
+    def recorded(curves, unit, title, target):
+        drawn[title] = {name: values[-1] for name, (_, values) in curves.items()}
+        draw(curves, unit, title, target)
+
+    monkeypatch.setattr(run_comparison, "draw_curves", recorded)
+    found = Page(compare([read_run(run), read_run(other)]))
+    assert drawn["train/kl"] == {
+        "mine <b> & more": pytest.approx(0.04938271),
+        "other": pytest.approx(0.02469136),
+    }
+    assert list(drawn["eval/kl"]) == ["mine <b> & more"]
+    titles = [value for tag, name, value in found.attributes if (tag, name) == ("img", "alt")]
+    assert titles == list(drawn)
+
+
+def test_runs_of_the_same_name_are_called_by_their_paths(run, other, tmp_path):
+    twin = tmp_path / "elsewhere" / "other"
+    twin.parent.mkdir()
+    shutil.copytree(other, twin)
+    found = Page(compare([read_run(other), read_run(twin)]))
+    assert found.texts["h1"] == f"{other}, {twin}"
+    with pytest.raises(EvaluationError, match="is given twice; give each run once"):
+        compare([read_run(other), read_run(other)])
+
+
 def test_names_and_configuration_are_text(run):
     found = page(run)
     assert found.texts["h1"] == "mine <b> & more"
@@ -183,6 +238,14 @@ def test_command(run, tmp_path, capsys):
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert report.main([str(run), "--output", str(tmp_path / "x.html")]) == 0
     assert (tmp_path / "x.html").read_text() == (run / "report.html").read_text()
+
+
+def test_command_with_several_runs(run, other, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert report.main([str(run), str(other)]) == 0
+    assert capsys.readouterr().out == "comparison.html\n"
+    assert Path("comparison.html").read_text() == compare([read_run(run), read_run(other)])
+    assert not (run / "report.html").exists()
 
 
 def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
