@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.serve.vllm_plugin import ON_CPU
-from tests.unit.vllm_plugin.conftest import ROOT
+from benchmarks.serve.vllm_plugin import BENCHMARK, ON_CPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def test_every_part_is_measured(vllm_environment: dict[str, str], tmp_path: Path) -> None:
-    words = ["serve", "vllm_plugin", "--device", "cpu", "--modes", "decode-graphs"]
-    words += ["--new-tokens", "8", "--models", str(tmp_path / "models"), "--output", str(tmp_path)]
+def test_every_part_is_measured(
+    vllm_environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in vllm_environment.items():
+        monkeypatch.setenv(name, value)
+    words = ["--device", "cpu", "--modes", "decode-graphs", "--new-tokens", "8"]
+    words += ["--models", str(tmp_path / "models"), "--output", str(tmp_path)]
     words += ["--engine", f"{sys.executable} -m tests.support.vllm_benchmark"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words],
-        env=vllm_environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    parser = argparse.ArgumentParser()
+    BENCHMARK.add_arguments(parser)
+    assert BENCHMARK.run(parser.parse_args(words), parser, words) == 0
     (file,) = tmp_path.glob("*/vllm_plugin.json")
     *steps, capacity, storm = json.loads(file.read_text())["cases"]
     assert [(row["sequences"], row["context"]) for row in steps] == list(ON_CPU.steps)

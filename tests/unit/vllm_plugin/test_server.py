@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from openai import OpenAI
 from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
+from dms_train.launch.serve import command
 from tests.support.launch import free_ports
 from tests.unit.inference.conftest import tiny_architecture
 from tests.unit.vllm_plugin.conftest import ROOT
@@ -29,6 +31,40 @@ from tests.unit.vllm_plugin.test_engine import EXPORTS, NEW_TOKENS, PROMPTS, wri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 START_SECONDS = 900
+
+
+# Reads a command line as `vllm serve` does.
+PARSER = """
+import json, sys
+import tests.support.vllm_server
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+values = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
+names = [name for name in values if name.startswith("data_parallel_")]
+print(json.dumps({name: values[name] for name in ["headless", "model_tag", "port", *names]}))
+"""
+
+
+def test_vllm_reads_the_options_of_a_job(vllm_environment: dict[str, str]) -> None:
+    job = {"SLURM_NNODES": "3", "SLURM_NODEID": "1", "SLURM_JOB_ID": "70123"}
+    job |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_GPUS_ON_NODE": "8"}
+    words = command(["EXPORT", "--port", "8001"], job)
+    done = subprocess.run(
+        [sys.executable, "-c", PARSER, *words[2:]],
+        env=vllm_environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = {"headless": True, "model_tag": "EXPORT", "port": 8001}
+    expected |= {"data_parallel_size": 24, "data_parallel_size_local": 8}
+    expected |= {"data_parallel_address": "10.0.0.7", "data_parallel_rpc_port": 30123}
+    expected |= {"data_parallel_start_rank": 8}
+    assert {name: found[name] for name in expected} == expected
 
 
 @dataclass
