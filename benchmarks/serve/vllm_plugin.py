@@ -128,8 +128,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def check(args: Args) -> None:
     """Refuse too few steps, and a Python without vLLM."""
-    if args.new_tokens < FEWEST:
-        raise ValueError(f"--new-tokens {args.new_tokens}: at least {FEWEST}")
+    if args.new_tokens < 2 * FEWEST:  # the first and the last tokens are not measured
+        raise ValueError(f"--new-tokens {args.new_tokens}: at least {2 * FEWEST}")
     if args.engine == ENGINE_COMMAND and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm is not installed; --engine names a Python that has it")
 

@@ -115,7 +115,7 @@ def test_both_models_have_the_same_weights(benchmark: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--new-tokens", "3", "--engine", "python"], "--new-tokens 3: at least 8"),
+        (["--new-tokens", "3", "--engine", "python"], "--new-tokens 3: at least 16"),
         ([], "vllm is not installed; --engine names a Python that has it"),
     ],
 )

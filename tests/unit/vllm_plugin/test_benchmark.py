@@ -19,7 +19,7 @@ def test_every_part_is_measured(
 ) -> None:
     for name, value in vllm_environment.items():
         monkeypatch.setenv(name, value)
-    words = ["--device", "cpu", "--modes", "decode-graphs", "--new-tokens", "8"]
+    words = ["--device", "cpu", "--modes", "decode-graphs", "--new-tokens", "16"]
     words += ["--models", str(tmp_path / "models"), "--output", str(tmp_path)]
     words += ["--engine", f"{sys.executable} -m tests.support.vllm_benchmark"]
     parser = argparse.ArgumentParser()
