@@ -138,7 +138,7 @@ def test_the_client_gets_the_tokens_of_the_own_engine(server: Server) -> None:
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_the_own_engine(server: Server) -> None:
-    """What the harness' client asks for; the prompt takes two chunks."""
+    """The client of lm-evaluation-harness reads these; the prompt takes two chunks."""
     prompt = PROMPTS[2]
     answer = server.client.completions.create(
         model=server.model, prompt=prompt, max_tokens=1, echo=True, logprobs=1, temperature=0
