@@ -7,6 +7,10 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 # Exports load with transformers 4, too: one test puts these before the installed ones.
 TRANSFORMERS_4 := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+# The newest megatron-core requires Python 3.12, so pip does not install it beside Python 3.11. Its
+# wheel is pure Python except for the index of data sets, and is unpacked for tests.
+MEGATRON ?= 0.19.2
+MEGATRON_NEWEST := $(VENV)/megatron_newest
 
 # Processes that run tests, one thread each; a test may start four more.
 WORKERS ?= 2
@@ -17,7 +21,7 @@ VLLM_TORCH ?= 2.11.0
 VLLM_PYTHON ?= python3.12
 VLLM_VENV := .venv-vllm-$(VLLM)
 
-.PHONY: setup check fmt fmt-check lint types imports test test-research test-gpu test-slurm test-vllm test-faults test-mutations test-full docs demo
+.PHONY: setup check fmt fmt-check lint types imports test test-research test-megatron test-gpu test-slurm test-vllm test-faults test-mutations test-full docs demo
 
 setup: $(STAMP)
 
@@ -26,6 +30,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[all,dev,docs]'
 	$(BIN)/python -m pip install --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
+	rm -rf $(MEGATRON_NEWEST)
+	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
+		--dest $(MEGATRON_NEWEST)/wheel megatron-core==$(MEGATRON) \
+		&& $(BIN)/python -m zipfile -e $(MEGATRON_NEWEST)/wheel/*.whl $(MEGATRON_NEWEST) \
+		&& $(BIN)/python -W ignore -m compileall -q $(MEGATRON_NEWEST) \
+		|| { rm -rf $(MEGATRON_NEWEST); echo "no megatron-core $(MEGATRON): its tests are skipped"; }
 	touch $(STAMP)
 
 check: fmt-check lint types imports
@@ -53,6 +63,12 @@ test: $(STAMP)
 # The experiments in research/; the default tests have one quick test of them.
 test-research: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/research
+
+# The newest megatron-core in place of the installed one.
+test-megatron: $(STAMP)
+	test -d $(MEGATRON_NEWEST) || { echo "skipped: $(MEGATRON_NEWEST) is absent"; exit 0; }; \
+	PYTHONPATH=$(MEGATRON_NEWEST) $(BIN)/pytest -n $(WORKERS) --dist loadfile tests/unit/mcore \
+		--ignore tests/unit/mcore/test_megatron_versions.py -m "not slow"
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)

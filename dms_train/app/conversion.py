@@ -55,16 +55,19 @@ def open_engine(
 
 @typed
 def import_model(
-    model: str, out: Path, *, dtype: str, revision: str | None, download: bool
-) -> None:
+    model: str, out: Path, *, dtype: str | None, revision: str | None, download: bool
+) -> str:
     """Write a Hugging Face model, dense or a retrofitted export, as a Megatron checkpoint.
 
     Args:
         model: Directory, GGUF file or hub id.
         out: Folder to write; must not exist.
-        dtype: `fp32` or `bf16`.
+        dtype: `fp32` or `bf16`; None takes `WeightReader.training_dtype`.
         revision: Hub revision; ignored for directories.
         download: True if the hub may be accessed over the network.
+
+    Returns:
+        The dtype that was written.
 
     Raises:
         FileExistsError: `out` exists.
@@ -82,9 +85,11 @@ def import_model(
     leftovers = source.require(architecture)
     if leftovers is not None:
         logger().warning(leftovers)
+    dtype = dtype or source.training_dtype()
     with open_engine(architecture, spec or PRESETS[DEFAULT_METHOD].spec, dtype, source) as engine:
         origin = run_provenance(architecture, model, directory)
         engine.save_weights(out, {**state.to_dict(), **origin})
+    return dtype
 
 
 @typed

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dms_train.export.writer import check_replaceable, write_export
+from dms_train.app.weight_files import write_weights
+from dms_train.export.writer import check_replaceable, partial_directory, write_export
 from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import dtype_name
@@ -125,7 +126,6 @@ class ModelExporter:
         spec = engine.spec if compressed else None
         dtype = export_dtype(self.options, spec, self.params_dtype)
         selftest, measured = self._selftest() if compressed else (None, None)
-        tensors = engine.hf_tensors()
         if engine.view.rank == 0:
             advice = write_export(
                 path,
@@ -135,7 +135,7 @@ class ModelExporter:
                 target_cr=float(state["target_cr"]),
                 dtype=dtype,
                 export_format=export_format(self.options, engine.spec),
-                weights=tensors,
+                weights=lambda directory: write_weights(engine, directory, dtype),
                 source_dir=self.source_dir,
                 selftest=selftest,
                 block_size=self.options.paged_attention_block_size,
@@ -144,8 +144,7 @@ class ModelExporter:
             for line in advice:
                 logger().warning(line)
         else:
-            for _ in tensors:
-                pass
+            write_weights(engine, partial_directory(path), dtype)
         dist.barrier()
 
     def _selftest(self) -> tuple[SelfTest | None, float | None]:

@@ -15,7 +15,7 @@ from typing import Any
 from dms_train.app.start_point import StartPoint
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
-from dms_train.data.manifest import bin_hashes, check_hash, file_sha256, read_manifest
+from dms_train.data.manifest import bin_hashes, check_hash, file_sha256, idx_hashes, read_manifest
 from dms_train.hf.directory import WeightReader
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints.state import read_state
@@ -95,7 +95,7 @@ def require_same_weights(current: Mapping[str, Any], start: StartPoint) -> None:
 
 
 def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
-    """Compare every byte of the token files with their manifests.
+    """Compare every byte of the token files and their indices with the manifests.
 
     All ranks call it and share the files; each file is read once.
 
@@ -108,7 +108,8 @@ def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
     """
     hashes: dict[Path, str] = {}
     for prefix in prefixes:
-        hashes |= bin_hashes(prefix, read_manifest(prefix))
+        manifest = read_manifest(prefix)
+        hashes |= bin_hashes(prefix, manifest) | idx_hashes(prefix, manifest)
     by_size = sorted(hashes, key=lambda file: (-file.stat().st_size, str(file)))
     total = sum(file.stat().st_size for file in by_size)
     if view.rank == 0 and total >= _LARGE_BYTES:

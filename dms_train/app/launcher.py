@@ -38,3 +38,8 @@ def variables() -> Mapping[str, str]:
 def api_key() -> str | None:
     """Return the key that clients of `dms-serve` must send; None if there is none."""
     return os.environ.get("DMS_API_KEY") or None
+
+
+def hide_gpus() -> None:
+    """Keep this process off the GPUs; without effect once it has asked CUDA for them."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from dms_train.app import launcher
 from dms_train.cli.errors import run_main
 from dms_train.hf.gguf_directory import convert_gguf, is_gguf
 
@@ -37,7 +38,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)"
+        "--dtype",
+        choices=("fp32", "bf16"),
+        help="of the weights (default: bf16, or fp32 if the model holds a matrix in 32 bits)",
     )
     parser.add_argument("--revision", help="hub revision")
     parser.add_argument(
@@ -51,15 +54,17 @@ def _import(args: argparse.Namespace) -> None:
     if is_gguf(path):
         print(f"{path}: {convert_gguf(path, args.out, dtype=args.dtype)}")
     else:
+        launcher.hide_gpus()  # host memory holds larger models than one GPU
         from dms_train.app.conversion import import_model
 
-        import_model(
+        dtype = import_model(
             args.model,
             args.out,
             dtype=args.dtype,
             revision=args.revision,
             download=args.download,
         )
+        print(f"{args.model}: weights written as {dtype}")
     print(f"wrote {args.out}")
 
 

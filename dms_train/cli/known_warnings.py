@@ -8,10 +8,14 @@ import warnings
 _KNOWN = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "absl.logging is not installed",
+    "MimoModelConfig is experimental",
     "full scope is deprecated",
     "The pad token id in the tokenizer collides",
     r"`torch\.distributed\.\w+` is deprecated",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
+    "The argument order of load has been changed",
+    "torch.distributed is disabled, unavailable or uninitialized",
 )
 
 

@@ -187,26 +187,41 @@ def origins_of(manifest: Manifest) -> tuple[Origin, ...]:
     return manifest.origins or (unknown,)
 
 
+def check_layout(prefix: str | Path, manifest: Manifest) -> None:
+    """Check sizes, header and numbers of a shard; reads no file whole.
+
+    Raises:
+        DataError: A file is missing, its size or header is wrong, or its numbers of documents or
+            tokens differ.
+    """
+    _check_sizes(prefix, manifest)
+    _check_counts(prefix, manifest)
+
+
 def check_shard(prefix: str | Path, manifest: Manifest) -> None:
     """Check that the files on disk are the ones the manifest describes.
 
     Reads the whole index but only the size of the token file; see `check_bin_hash`.
 
     Raises:
-        DataError: A file is missing, its size, hash or header is wrong, or its numbers of
-            documents or tokens differ.
+        DataError: As `check_layout`, or the hash of an index differs.
     """
-    for path, size in (
-        (bin_path(prefix), manifest.bin_bytes),
-        (idx_path(prefix), manifest.idx_bytes),
-    ):
-        _check_size(prefix, path, size)
-    check_hash(idx_path(prefix), manifest.idx_sha256)
+    _check_sizes(prefix, manifest)
+    for path, sha256 in idx_hashes(prefix, manifest).items():
+        check_hash(path, sha256)
+    _check_counts(prefix, manifest)
+
+
+def _check_sizes(prefix: str | Path, manifest: Manifest) -> None:
+    _check_size(prefix, bin_path(prefix), manifest.bin_bytes)
+    _check_size(prefix, idx_path(prefix), manifest.idx_bytes)
     if manifest.loss_mask is not None:
         mask = mask_prefix(prefix)
         _check_size(prefix, bin_path(mask), manifest.tokens)
         _check_size(prefix, idx_path(mask), manifest.idx_bytes)
-        check_hash(idx_path(mask), manifest.loss_mask.idx_sha256)
+
+
+def _check_counts(prefix: str | Path, manifest: Manifest) -> None:
     index = read_index(prefix)
     actual = {
         "documents": len(index.lengths),
@@ -230,6 +245,14 @@ def check_bin_hash(prefix: str | Path, manifest: Manifest) -> None:
     """
     for path, sha256 in bin_hashes(prefix, manifest).items():
         check_hash(path, sha256)
+
+
+def idx_hashes(prefix: str | Path, manifest: Manifest) -> dict[Path, str]:
+    """Map the index and the index of the mask to their expected SHA-256."""
+    hashes = {idx_path(prefix): manifest.idx_sha256}
+    if manifest.loss_mask is not None:
+        hashes[idx_path(mask_prefix(prefix))] = manifest.loss_mask.idx_sha256
+    return hashes
 
 
 def bin_hashes(prefix: str | Path, manifest: Manifest) -> dict[Path, str]:

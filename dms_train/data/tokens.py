@@ -29,7 +29,14 @@ from dms_train import limits
 from dms_train.data.batches import Sample
 from dms_train.data.errors import DataError
 from dms_train.data.index_file import read_index
-from dms_train.data.manifest import Manifest, check_bin_hash, check_run, check_shard, read_manifest
+from dms_train.data.manifest import (
+    Manifest,
+    check_bin_hash,
+    check_layout,
+    check_run,
+    check_shard,
+    read_manifest,
+)
 from dms_train.data.masked_dataset import MaskedGPTDataset
 from dms_train.data.options import DataOptions
 from dms_train.data.packed_dataset import PackedGPTDataset
@@ -130,6 +137,8 @@ def check_files(
 ) -> None:
     """Run the checks of `build_datasets` without building anything.
 
+    Every rank calls it, so no content is hashed (`app.inputs.verify_data` does, once for a run).
+
     Args:
         options: Files, blend weights, split and sequence length.
         vocab_size: Rows of the model's embedding that are real tokens.
@@ -178,8 +187,8 @@ def build_datasets(  # noqa: PLR0913 - all named
         Training and validation samples; None where none were requested.
 
     Raises:
-        DataError: A file is missing or damaged, does not fit the model, or a split is too small
-            for a single sample.
+        DataError: A file is missing or of another size, does not fit the model, or a split is too
+            small for a single sample.
     """
     _check_options(options)
     shards = [_open_shard(prefix, vocab_size) for prefix in options.paths]
@@ -211,7 +220,9 @@ def build_valid_samples(
     """
     _check_options(options)
     for prefix in options.paths:
-        check_bin_hash(prefix, read_manifest(prefix))
+        manifest = read_manifest(prefix)
+        check_shard(prefix, manifest)
+        check_bin_hash(prefix, manifest)
     eod = read_manifest(options.paths[0]).eod_id
     _, valid = build_datasets(
         options,
@@ -235,7 +246,7 @@ def _check_options(options: DataOptions) -> None:
 
 def _open_shard(prefix: str, vocab_size: int, tokenizer_sha256: str | None = None) -> _Shard:
     manifest = read_manifest(prefix)
-    check_shard(prefix, manifest)
+    check_layout(prefix, manifest)
     check_run(manifest, vocab_size=vocab_size, tokenizer_sha256=tokenizer_sha256)
     return _Shard(prefix, manifest)
 

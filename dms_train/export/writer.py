@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +122,7 @@ def write_export(  # noqa: PLR0913 - all named
     target_cr: float,
     dtype: torch.dtype,
     export_format: str,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor]] | Callable[[Path], None],
     source_dir: str | Path | None,
     selftest: SelfTest | None,
     block_size: int = 256,
@@ -138,7 +138,7 @@ def write_export(  # noqa: PLR0913 - all named
         target_cr: Compression ratio asked for in training.
         dtype: Dtype of the exported weights.
         export_format: Name of a format; unused for dense models.
-        weights: (Hugging Face name, tensor) in any order, consumed one shard at a time.
+        weights: (Hugging Face name, tensor) in any order, or a function that writes the files.
         source_dir: Directory that supplies tokenizer, generation config and other config keys.
         selftest: Reference output; only with a spec.
         block_size: Tokens per page of NVIDIA's paged cache.
@@ -175,11 +175,17 @@ def write_export(  # noqa: PLR0913 - all named
     return advice if has_tokenizer(Path(out_dir)) else [*advice, NO_TOKENIZER]
 
 
+@typed
+def partial_directory(out_dir: Path) -> Path:
+    """Return the hidden sibling directory in which an export is written."""
+    return out_dir.with_name(f".{out_dir.name}.partial")
+
+
 @contextmanager
 def _published(out_dir: Path) -> Iterator[Path]:
-    """Yield a hidden sibling directory, renamed to `out_dir` when the block succeeds."""
+    """Yield the partial directory, renamed to `out_dir` when the block succeeds."""
     check_replaceable(out_dir)
-    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    partial = partial_directory(out_dir)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -242,25 +248,38 @@ def _complete_generation(path: Path, special: dict[str, int]) -> None:
 
 def _write_weights(
     directory: Path,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor]] | Callable[[Path], None],
     architecture: Architecture,
     dtype: torch.dtype,
 ) -> None:
+    """Write weight files; memory is bounded by one shard."""
+    if callable(weights):
+        weights(directory)
+        return
     missing = expected_shapes(architecture)
     with WeightWriter(directory) as writer:
         for name, tensor in weights:
             if architecture.tie_word_embeddings and name == "lm_head.weight":
                 continue
-            shape = missing.pop(name, None)
-            if shape is None:
-                raise HFError(f"tensor {name}: repeated, or not part of the architecture")
-            if tuple(tensor.shape) != shape:
-                raise HFError(f"tensor {name}: shape {tuple(tensor.shape)}, expected {shape}")
             stored = tensor.to(dtype)
-            if not is_finite(stored):
-                raise HFError(
-                    f"tensor {name}: holds NaN or infinite numbers; export an earlier checkpoint"
-                )
+            check_weight(name, stored, missing.pop(name, None))
             writer.add(name, stored)
-        if missing:
-            raise HFError(f"{len(missing)} tensors are missing, first {next(iter(missing))}")
+        require_all(missing.keys())
+
+
+@typed
+def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...] | None) -> None:
+    """Refuse a tensor of another shape than `shape` (None: unexpected) or with NaN; HFError."""
+    if shape is None:
+        raise HFError(f"tensor {name}: repeated, or not part of the architecture")
+    if tuple(tensor.shape) != shape:
+        raise HFError(f"tensor {name}: shape {tuple(tensor.shape)}, expected {shape}")
+    if not is_finite(tensor):
+        raise HFError(f"tensor {name}: holds NaN or infinite numbers; export an earlier checkpoint")
+
+
+@typed
+def require_all(missing: Collection[str]) -> None:
+    """Refuse an export without some tensors; HFError."""
+    if missing:
+        raise HFError(f"{len(missing)} tensors are missing, first {min(missing)}")

@@ -29,11 +29,14 @@ from dms_train.hf.typed import typed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 1024**3
+"""Maximum size of a weight file, unless a single tensor is larger."""
 # README.md is the model card: an export states the licence that it names.
 _FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TIED = _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_HALF = ("F16", "BF16")
 # Buffers of older versions of transformers; every program computes them anew.
 _LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _ROWS = 8192  # rows of two matrices that are compared at once
@@ -193,7 +196,7 @@ class WeightReader:
                     f"{self.directory / INDEX_FILE}: {name} is not in {file}; copy the directory "
                     "again"
                 )
-        self._open: dict[str, Any] = {}
+        self._open: tuple[str, Any] | None = None
         refuse_side_files(self.directory)
         self._refuse_dtypes()
 
@@ -296,6 +299,11 @@ class WeightReader:
         """Return the dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
         return str(self._entry(name)[1]["dtype"])
 
+    def training_dtype(self) -> str:
+        """Return `bf16` if every matrix is stored in 16 bits, else `fp32`."""
+        wide = any(self.dtype(n) not in _HALF for n in self.names() if len(self.shape(n)) > 1)
+        return "fp32" if wide else "bf16"
+
     @typed
     def get(self, name: str) -> Tensor:
         """Read the tensor to the CPU in its stored dtype.
@@ -317,9 +325,11 @@ class WeightReader:
 
         file = self._entry(name)[0]
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
-            tensor = read(self._open[file])
+            # only the last file stays mapped, so that the pages of the others can be freed
+            if self._open is None or self._open[0] != file:
+                path = self.directory / file
+                self._open = file, safe_open(path, framework="pt", device="cpu")
+            tensor = read(self._open[1])
         except SafetensorError as error:
             raise HFError(
                 f"{self.directory / file}: cannot be read ({error}); copy the file again"
@@ -338,6 +348,50 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor))
 
 
+def _temporary_shard(directory: Path, number: int) -> Path:
+    return directory / f".shard-{number:05d}.partial"
+
+
+@typed
+def write_shard(directory: Path, number: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write a shard under a temporary name, on the storage when this returns.
+
+    Args:
+        directory: Existing directory.
+        number: Position of the shard, from 0.
+        tensors: Its tensors on the CPU; they share no storage.
+
+    Raises:
+        HFError: It cannot be written.
+    """
+    shard = _temporary_shard(directory, number)
+    save_tensors(shard, tensors, {"format": "pt"})
+    # here and not at the end, where other ranks would wait for all shards with a timeout
+    durable.sync_file(shard)
+
+
+@typed
+def name_shards(directory: Path, shards: list[list[str]], total_bytes: int) -> None:
+    """Give the files of `write_shard` their final names, and write the index of several shards.
+
+    Args:
+        directory: Directory of the shards.
+        shards: Names of the tensors of each shard.
+        total_bytes: Size of all tensors.
+    """
+    count = len(shards)
+    if count == 1:
+        os.replace(_temporary_shard(directory, 0), directory / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        os.replace(_temporary_shard(directory, number), directory / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    write_json(directory / INDEX_FILE, index)
+
+
 class WeightWriter:
     """Writer of safetensors shards, as a context manager; tensors are streamed.
 
@@ -350,7 +404,7 @@ class WeightWriter:
     """
 
     @typed
-    def __init__(self, directory: str | Path, max_shard_bytes: int = 5 * 1024**3) -> None:
+    def __init__(self, directory: str | Path, max_shard_bytes: int = SHARD_BYTES) -> None:
         self.directory = Path(directory)
         self._max_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
@@ -372,10 +426,7 @@ class WeightWriter:
             self.close()
             return
         for number in range(len(self._shards) + 1):  # the last one may be half written
-            self._temporary(number).unlink(missing_ok=True)
-
-    def _temporary(self, number: int) -> Path:
-        return self.directory / f".shard-{number:05d}.partial"
+            _temporary_shard(self.directory, number).unlink(missing_ok=True)
 
     @typed
     def add(self, name: str, tensor: Tensor) -> None:
@@ -392,10 +443,7 @@ class WeightWriter:
         self._names.add(name)
 
     def _flush(self) -> None:
-        shard = self._temporary(len(self._shards))
-        save_tensors(shard, self._pending, {"format": "pt"})
-        # here and not at the end, where other ranks would wait for all shards with a timeout
-        durable.sync_file(shard)
+        write_shard(self.directory, len(self._shards), self._pending)
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -403,17 +451,7 @@ class WeightWriter:
         """Write the last shard, give the shards their final names and write the index."""
         if self._pending or not self._shards:
             self._flush()
-        count = len(self._shards)
-        if count == 1:
-            os.replace(self._temporary(0), self.directory / SINGLE_FILE)
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            os.replace(self._temporary(number), self.directory / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        write_json(self.directory / INDEX_FILE, index)
+        name_shards(self.directory, self._shards, self._total_bytes)
 
 
 @typed

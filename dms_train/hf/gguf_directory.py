@@ -25,7 +25,7 @@ GGUF_RECORD = "gguf.json"
 _MAGIC = b"GGUF"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _UNQUANTISED = ("F32", "F16", "BF16")
-_CONVERSION = 1  # raised with every change of what a file is converted to
+_CONVERSION = 2  # raised with every change of what a file is converted to
 _SHARD_BYTES = 2 * 1024**3  # held in memory while a directory is written
 
 
@@ -41,18 +41,23 @@ def is_gguf(path: str | Path) -> bool:
 
 @typed
 def convert_gguf(
-    path: Path, out: Path, *, dtype: str = "fp32", front_matter: Mapping[str, str] | None = None
+    path: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    front_matter: Mapping[str, str] | None = None,
 ) -> str:
     """Write a GGUF file as a Hugging Face directory; it appears complete or not at all.
 
     Args:
         path: The file.
         out: Directory to write; must not exist.
-        dtype: `fp32`, which holds every dequantised value exactly, or `bf16`.
+        dtype: `fp32`, which holds every dequantised value exactly, or `bf16`. None takes `bf16`,
+            unless the file holds a matrix in 32 bits.
         front_matter: Keys of the model card, such as `license`, that the file does not state.
 
     Returns:
-        One line that names the types of the tensors.
+        One line that names the types of the tensors and the dtype that was written.
 
     Raises:
         FileExistsError: `out` exists.
@@ -66,7 +71,7 @@ def convert_gguf(
     if out.exists():
         raise FileExistsError(17, "exists; choose another folder", str(out))
     model = GgufModel(path)
-    name = _DTYPES[dtype]
+    name = _DTYPES[dtype or model.training_dtype]
     with _published(out) as folder:
         # first, because dequantising an unsupported model would take minutes
         model.tokenizer.write(folder)
@@ -83,7 +88,7 @@ def convert_gguf(
         write_json(folder / GGUF_RECORD, record)
         card = _card(model.metadata, record, front_matter or {})
         (folder / "README.md").write_text(card, encoding="utf-8")
-    return describe_types(record)
+    return f"{describe_types(record)}, written as {name}"
 
 
 @typed
@@ -113,8 +118,8 @@ def cached_gguf(path: Path) -> Path:
     """Return the converted directory of a GGUF file, which is written at the first call.
 
     The directory is `dms-train/gguf` below the assets cache of huggingface_hub
-    (`HF_ASSETS_CACHE`, by default `~/.cache/huggingface/assets`). It holds float32 weights. Ranks
-    that call this at the same time wait for one conversion.
+    (`HF_ASSETS_CACHE`, by default `~/.cache/huggingface/assets`). Its dtype is the default of
+    `convert_gguf`. Ranks that call this at the same time wait for one conversion.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -158,7 +163,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         return read_config(_cache_folder(path))
     from dms_train.hf.gguf_model import GgufModel
 
-    return GgufModel(path).config(_DTYPES["fp32"])
+    model = GgufModel(path)
+    return model.config(_DTYPES[model.training_dtype])
 
 
 @typed

@@ -200,6 +200,13 @@ class GgufModel:
         return GgufTokenizer(self._values, self._whole("context_length"))
 
     @property
+    def training_dtype(self) -> str:
+        """Dtype to convert to: `fp32` if a matrix is stored in 32 bits or more, else `bf16`."""
+        matrices = [t for t in self._reader.tensors if len(t.shape) > 1]
+        wide = any(t.tensor_type.name in ("F32", "F64") for t in matrices)
+        return "fp32" if wide else "bf16"
+
+    @property
     def tensor_types(self) -> dict[str, int]:
         """Number of tensors of each type, the most frequent first."""
         counts = Counter(tensor.tensor_type.name for tensor in self._reader.tensors)

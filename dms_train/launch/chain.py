@@ -24,7 +24,7 @@ Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(dms_train.__file__).parent / "slurm"
 PREPARE, IMPORT = "prepare", "hf_to_megatron"
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
-_FP32 = 4
+_WIDTHS = {"fp32": 4, "bf16": 2}  # bytes of a parameter
 START_FOLDER = "start"  # in the run folder; IMPORT writes it and training begins with it
 
 
@@ -102,7 +102,7 @@ def needs(job: Job, config: RunConfig) -> Needs:
         PREPARE: 0,
         VALIDATE_EXPORT: 0,
         RUN_TASKS: 0,
-        IMPORT: _FP32 * parameter_count(architecture),
+        IMPORT: _WIDTHS[config.parallel.params_dtype] * parameter_count(architecture),
     }
     return Needs(
         gpus if cluster.gpus_per_node else 0,

@@ -51,7 +51,7 @@ def import_model(config: RunConfig) -> None:
     import_checkpoint(
         config.model.path,
         out,
-        dtype="fp32",
+        dtype=config.parallel.params_dtype,  # what training rounds the weights to
         revision=config.model.revision,
         download=not config.model.local_files_only,
     )

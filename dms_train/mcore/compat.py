@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16, and all accesses to its private attributes.
+"""Differences between megatron-core 0.16 and 0.19, patches of both, and their private attributes.
 
 Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state
 megatron does not restore completely when it loads a checkpoint. Megatron also takes fused kernels
@@ -7,6 +7,9 @@ from these packages, for which torch has equivalents.
 
 from __future__ import annotations
 
+import inspect
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,10 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
+
+# 0.18 and newer log advice about interfaces that 0.16 lacks.
+for _logger in ("transformer.transformer_layer", "distributed.distributed_data_parallel"):
+    logging.getLogger(f"megatron.core.{_logger}").setLevel(logging.ERROR)
 
 
 def run_forward_pre_hooks(module: torch.nn.Module) -> None:
@@ -207,6 +214,15 @@ def _add_weight_gradient(inputs: Tensor, d_out: Tensor, weight_grad: Tensor) -> 
         torch.ops.aten.addmm.dtype_out(
             weight_grad, d_out.t(), inputs, torch.float32, out=weight_grad
         )
+
+
+def plan_save(strategy: Any, tensors: dict[str, Any], folder: Path) -> Any:
+    """Plan a checkpoint and return Megatron's request to write it with Megatron's own writers.
+
+    Since 0.17 Megatron prefers the writers of another package, nvidia-resiliency-ext.
+    """
+    chosen = "async_strategy" in inspect.signature(strategy.async_save).parameters
+    return strategy.async_save(tensors, folder, **({"async_strategy": "mcore"} if chosen else {}))
 
 
 def use_results_queue(queue: Any) -> None:

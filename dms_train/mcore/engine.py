@@ -25,7 +25,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers import fusions, retention
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.model import mapping, weights
+from dms_train.mcore.model import gathering, mapping, weights
 from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
@@ -337,10 +337,22 @@ class McoreEngine:
         self._method.set_plan(plan)
         return record(self._models, self._chunks, tokens, self._config, self.view)
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
+    def hf_shards(
+        self, dtype: torch.dtype | None = None, shard_bytes: float = math.inf
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield (number, full Hugging Face tensors) of this rank's shards of the model.
+
+        Every rank must exhaust the iterator; see `gathering.gather`.
+        """
         optim.wait_for_param_gather(self._chunks)
-        return weights.gather(self._models, self.architecture, self.view)
+        return gathering.gather(
+            self._models, self.architecture, self.view, dtype=dtype, shard_bytes=shard_bytes
+        )
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors on rank 0 (for checks); every rank must exhaust the iterator."""
+        for _, tensors in self.hf_shards():
+            yield from tensors.items()
 
     def hf_gradients(self) -> dict[str, Tensor]:
         """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
@@ -350,7 +362,8 @@ class McoreEngine:
             for parameter in model.parameters()
         }
         read = gradients.__getitem__
-        return dict(weights.gather(self._models, self.architecture, self.view, read))
+        shards = gathering.gather(self._models, self.architecture, self.view, read)
+        return {name: tensor for _, tensors in shards for name, tensor in tensors.items()}
 
     def save(self, path: Path, state: dict[str, Any], *, wait: bool = True) -> None:
         """Write a checkpoint that any parallel layout can load.

@@ -71,6 +71,8 @@ class _CpuRuntime:
         get_state = lambda *_, **__: generator.get_state()  # noqa: E731
         self._replace(torch.cuda, "current_device", lambda: _CPU)
         self._replace(torch.cuda, "synchronize", lambda *_, **__: None)
+        # Megatron asks for the stream, and then waits for events on it that only CUDA graphs leave.
+        self._replace(torch.cuda, "current_stream", lambda *_, **__: None)
         # Without CUDA torch only queues the next three, so the tracker would fork nothing.
         self._replace(torch.cuda, "manual_seed", generator.manual_seed)
         self._replace(torch.cuda, "get_rng_state", get_state)

@@ -2,149 +2,30 @@
 
 A layer hands over queries and keys without RoPE. Their eviction channels carry the decisions.
 
-Shape letters: t tokens of a batch, b its requests, h query heads, g KV heads, d head size.
+Shape letters: h query heads, g KV heads, d head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+)
 
-from dms_train.inference.cache.interface import AttentionStep, rotation_table
-from dms_train.kernels.decode.types import Step
-from dms_train.vllm_plugin.cache import GrantedCache
+from dms_train.vllm_plugin.batch import BatchAttention
 from dms_train.vllm_plugin.credit import DMSCacheSpec
+from dms_train.vllm_plugin.settings import FP8_CACHES
 
-
-class PromptPart(NamedTuple):
-    """Several tokens of one request.
-
-    Attributes:
-        start: First token in the batch.
-        stop: One after the last token.
-        request: Index of the request in the batch.
-        begins: Whether the cache holds nothing of the request.
-        table: `rotation_table` of the tokens.
-    """
-
-    start: int
-    stop: int
-    request: int
-    begins: bool
-    table: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchAttention:
-    """Attention of the tokens of a batch; vLLM passes it to every layer as metadata.
-
-    Attributes:
-        cache: The cache.
-        position: int64 [t].
-        cos: [t, d], both halves alike.
-        sin: [t, d], both halves alike.
-        rows: Cache rows of the requests, int64 [b].
-        singles: Number of requests with one token; they come first.
-        parts: All other requests.
-    """
-
-    cache: GrantedCache
-    position: Tensor
-    cos: Tensor
-    sin: Tensor
-    rows: Tensor
-    singles: int
-    parts: list[PromptPart]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Store the tokens of a layer and write their attention.
-
-        Args:
-            layer: Layer number.
-            query: [any, h, d]; entries after the tokens of the batch are padding.
-            key: [any, g, d].
-            value: [any, g, d].
-            output: [any, h, d]; written, and 0 for padding.
-        """
-        output[len(self.position) :] = 0
-        if self.singles:
-            self._decode(layer, query, key, value, output)
-        for part in self.parts:
-            self._prefill(layer, part, query, key, value, output)
-
-    def _decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor
-    ) -> None:
-        first = slice(self.singles)
-        step = Step(
-            query=query[first],
-            key=key[first],
-            value=value[first],
-            cos=self.cos[first],
-            sin=self.sin[first],
-            position=self.position[first],
-            rows=self.rows[first],
-        )
-        output[first] = self.cache.decode(layer, step, self.cache.spec, None)
-
-    def _prefill(
-        self,
-        layer: int,
-        part: PromptPart,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-    ) -> None:
-        tokens = slice(part.start, part.stop)
-        groups = key.shape[1]
-        step = AttentionStep(
-            query=query[tokens].unflatten(1, (groups, -1))[None],
-            key=key[tokens].unsqueeze(2)[None],
-            value=value[tokens].unsqueeze(2)[None],
-            cos=self.cos[None, tokens, None, None],
-            sin=self.sin[None, tokens, None, None],
-            position=self.position[None, tokens],
-            rows=self.rows[part.request, None],
-            spec=self.cache.spec,
-            begins=part.begins,
-            table=part.table,
-        )
-        output[tokens] = self.cache.step(layer, step).output[0].transpose(0, 1)
-
-
-def batch_attention(
-    cache: GrantedCache, input_batch: Any, position: Tensor, table: Tensor
-) -> BatchAttention:
-    """Describe a batch of vLLM for all layers.
-
-    Args:
-        cache: The cache.
-        input_batch: vLLM's batch; requests with one token come first.
-        position: int64 [t].
-        table: RoPE by position, [positions, d]: cosines, then sines.
-    """
-    cos, sin = (torch.cat([x, x], 1) for x in table[position].chunk(2, 1))
-    counts = input_batch.num_scheduled_tokens.tolist()
-    starts = input_batch.query_start_loc_np.tolist()
-    computed = input_batch.num_computed_tokens_np.tolist()
-    singles = counts.count(1)
-    assert all(n == 1 for n in counts[:singles]), "vLLM no longer sorts single tokens first"
-    parts = []
-    for index in range(singles, len(counts)):
-        tokens = slice(starts[index], starts[index + 1])
-        angles = (x[None, tokens, None, None] for x in (cos, sin))
-        begins = computed[index] == 0
-        part = PromptPart(tokens.start, tokens.stop, index, begins, rotation_table(*angles))
-        parts.append(part)
-    rows = input_batch.idx_mapping.long()
-    return BatchAttention(cache, position, cos, sin, rows, singles, parts)
+# No GPU has confirmed replays of decode steps yet. Then: UNIFORM_SINGLE_TOKEN_DECODE.
+CUDAGRAPH_SUPPORT = AttentionCGSupport.NEVER
 
 
 class DMSAttentionImpl(AttentionImpl):
@@ -199,6 +80,8 @@ class DMSAttentionImpl(AttentionImpl):
 class DMSMetadataBuilder(AttentionMetadataBuilder):
     """Builder that vLLM requires; `DMSModelState` describes batches itself."""
 
+    _cudagraph_support = CUDAGRAPH_SUPPORT
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
@@ -211,6 +94,7 @@ class DMSBackend(AttentionBackend):
     """Attention backend of the layers of a retrofitted model."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012 - vLLM's
+    supported_kv_cache_dtypes = ["auto", *FP8_CACHES]  # noqa: RUF012
 
     @staticmethod
     def get_name() -> str:

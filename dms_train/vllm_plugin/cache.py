@@ -14,7 +14,8 @@ from torch import Tensor
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.policies.dms import DMSPolicy
-from dms_train.kernels.decode.types import FreePages
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import AttentionWorkspace, FreePages, PagedCache, Step
 from dms_train.method.dms.spec import DMSSpec
 
 
@@ -26,23 +27,36 @@ class GrantedPool(DevicePool):
         dtype: Dtype of keys and values.
         device: Device of the pages.
         page_slots: Slots of one page.
+        stored: Dtype of keys and values in the pages, if it is another one.
     """
 
     def __init__(
-        self, *, head_size: int, dtype: torch.dtype, device: torch.device, page_slots: int
+        self,
+        *,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_slots: int,
+        stored: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            head_size=head_size, dtype=dtype, device=device, page_slots=page_slots, pages=0
+            head_size=head_size,
+            dtype=dtype,
+            device=device,
+            page_slots=page_slots,
+            pages=0,
+            stored=stored,
         )
 
     def bind(self, memory: Tensor) -> None:
         """Use memory for pages, all of them free; no request may hold any.
 
         Args:
-            memory: Memory without gaps, of any shape; a multiple of the size of a page. Its first
-                page is not allocated.
+            memory: Memory without gaps, of any shape and any dtype as wide as that of the pages; a
+                multiple of the size of a page. Its first page is not allocated.
         """
-        self.pages = memory.as_strided((memory.numel(),), (1,)).view(-1, *self.pages.shape[1:])
+        memory = memory.as_strided((memory.numel(),), (1,)).view(self.pages.dtype)
+        self.pages = memory.view(-1, *self.pages.shape[1:])
         self.max_pages = len(self.pages) - 1
         self.free = FreePages.all_of(self.max_pages, self.device)
 
@@ -71,6 +85,28 @@ class GrantedCache(PagedKVCache):
     def is_bound(self) -> bool:
         """Return whether the pool has pages."""
         return self.pool.max_pages > 0
+
+    def attend(self, layer: int, token: Step, output: Tensor) -> None:
+        """Store one token per sequence and write its attention; may be captured after one call.
+
+        Args:
+            layer: Layer number.
+            token: The tokens, without signals.
+            output: [b, query heads, d]; written, and 0 where the row is -1.
+        """
+        kernels, cache, d = dispatch.triton_kernels(), self.view(layer), token.query.shape[-1]
+        query = kernels.append(token, cache, self._rule_of(self.spec, d))
+        memory = self._workspace(query, cache)
+        kernels.attend(query, cache, token.rows, d**-0.5, memory, output)
+
+    def _workspace(self, query: Tensor, cache: PagedCache) -> AttentionWorkspace:
+        """Return scratch memory; sizes are powers of two, because a batch may have any size."""
+        size = 1 << (len(query) - 1).bit_length()
+        if size not in self._memory:
+            most = query.new_empty(size, *query.shape[1:])
+            kernels = dispatch.triton_kernels()
+            self._memory[size] = kernels.attention_workspace(most, cache, evicts=True)
+        return self._memory[size]
 
     def free_row(self, row: int) -> None:
         """Release all pages of a row; the host does not wait."""

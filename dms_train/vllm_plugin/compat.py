@@ -43,6 +43,17 @@ REQUIRED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("self", "scheduler_output", "model_runner_output"),
         (),
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": (("self",), ()),
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats": (("self",), ()),
+    "vllm.v1.metrics.stats:SchedulerStats": ((), ("running_lora_adapters",)),
+    "vllm.v1.metrics.loggers:AggregateStatLoggerBase.__init__": (
+        ("self", "vllm_config", "engine_indexes"),
+        (),
+    ),
+    "vllm.v1.metrics.loggers:StatLoggerBase.record": (
+        ("self", "scheduler_stats", "iteration_stats"),
+        ("engine_idx",),
+    ),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
         ("self", "scheduler_output"),
         (),
@@ -57,7 +68,7 @@ REQUIRED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     f"{_STATES}.default:DefaultModelState.prepare_attn": (
         ("self", "input_batch"),
-        (),
+        ("for_capture",),
     ),
     f"{_STATES}.interface:ModelState.remove_request": (
         ("self", "req_id"),

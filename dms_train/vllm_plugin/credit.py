@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from dms_train.vllm_plugin.estimate import BlockEstimate
 
 # One block that vLLM never grants, and one because the two terms of the bound are rounded up.
 _SPARE_BLOCKS = 2
@@ -63,6 +65,32 @@ class Account:
     scheduled: int = 0
 
 
+class CacheCounts(NamedTuple):
+    """Use of the cache by all requests, as far as reported.
+
+    Attributes:
+        pages: Pages that they hold.
+        all_pages: Pages of the pool.
+        slots: Slots of the pages that they hold.
+        tokens: Slots that they would fill if nothing was evicted.
+    """
+
+    pages: int
+    all_pages: int
+    slots: int
+    tokens: int
+
+    @property
+    def fill(self) -> float:
+        """Return the share of the pool that is held."""
+        return self.pages / self.all_pages
+
+    @property
+    def compression_ratio(self) -> float:
+        """Return tokens per slot; 1 if no slot is held."""
+        return self.tokens / self.slots if self.slots else 1.0
+
+
 class CreditManager(SingleTypeKVCacheManager):
     """Manager that charges each request an upper bound of the pages that it can hold."""
 
@@ -70,16 +98,21 @@ class CreditManager(SingleTypeKVCacheManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self._lists = kv_cache_spec.num_kv_heads
         self._accounts: dict[str, Account] = {}
-        self._window, self._ratio = 0, 1.0
+        self._prompts = BlockEstimate(1, 1.0, self.block_size)
 
     def expect(self, window: int, ratio: float) -> None:
-        """Estimate the blocks of prompts by the compression that a model was trained for.
+        """Estimate the blocks of prompts, at first by the compression ratio of an export.
 
         Args:
             window: Tokens that are never evicted.
             ratio: Tokens per token that is kept, among all other tokens.
         """
-        self._window, self._ratio = window, ratio
+        self._prompts = BlockEstimate(window, ratio, self.block_size)
+
+    def observe_prompt(self, account: Account) -> None:
+        """Take a request whose prompt is computed, by its last report, into the estimate."""
+        slots = account.pages * self.block_size / self._lists
+        self._prompts.observe(account.seen, slots)
 
     def account(self, request_id: str) -> Account | None:
         """Return the account of a request; None if it holds nothing."""
@@ -99,6 +132,15 @@ class CreditManager(SingleTypeKVCacheManager):
         del account.blocks[needed:]
         self.block_pool.free_blocks(reversed(surplus))
 
+    def counts(self) -> CacheCounts:
+        """Count what all requests hold by their last reports."""
+        pages = sum(account.pages for account in self._accounts.values())
+        seen = sum(account.seen for account in self._accounts.values())
+        granted = self.block_pool.num_gpu_blocks - 1  # vLLM never grants one
+        return CacheCounts(
+            pages, granted * self._lists, pages * self.block_size, seen * self._lists
+        )
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
@@ -117,7 +159,7 @@ class CreditManager(SingleTypeKVCacheManager):
             **kwargs: Not used.
         """
         if apply_admission_cap:
-            return self._estimate(num_tokens)
+            return self._prompts.blocks(num_tokens)
         account = self._accounts.get(request_id) or Account()
         return max(0, self._bound(account, num_tokens) - len(account.blocks))
 
@@ -158,10 +200,6 @@ class CreditManager(SingleTypeKVCacheManager):
         """Return the most blocks that a request can need when it has `tokens` tokens."""
         added = max(0, tokens - account.seen)
         return _ceil(account.pages, self._lists) + _ceil(added, self.block_size)
-
-    def _estimate(self, tokens: int) -> int:
-        recent = min(tokens, self._window)
-        return _ceil(recent + int((tokens - recent) / self._ratio), self.block_size)
 
 
 def _ceil(x: int, y: int) -> int:

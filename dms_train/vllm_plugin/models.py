@@ -12,9 +12,10 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from dms_train.inference.cache.paged import CacheSizes
+from dms_train.kernels.decode.types import FP8
 from dms_train.vllm_plugin.attention import DMSAttention, NoRotation
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool
-from dms_train.vllm_plugin.settings import read_dms_spec
+from dms_train.vllm_plugin.settings import FP8_CACHES, read_dms_spec
 from dms_train.vllm_plugin.state import DMSModelState
 
 
@@ -61,12 +62,13 @@ def _build_cache(
     attention: list[DMSAttention], vllm_config: VllmConfig, table: Tensor
 ) -> GrantedCache:
     """Allocate the page tables, which vLLM counts as memory of the model."""
-    model, first = vllm_config.model_config, attention[0]
+    model, options, first = vllm_config.model_config, vllm_config.cache_config, attention[0]
     pool = GrantedPool(
         head_size=first.head_size,
         dtype=model.dtype,
+        stored=FP8 if options.cache_dtype in FP8_CACHES else None,
         device=table.device,
-        page_slots=vllm_config.cache_config.block_size,
+        page_slots=options.block_size,
     )
     sizes = CacheSizes(
         layers=len(attention),

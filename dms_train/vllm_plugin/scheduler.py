@@ -1,8 +1,14 @@
-"""Schedulers that learn from each step how many pages its requests hold."""
+"""Schedulers that learn from each step how many pages its requests hold.
+
+A chunk of m tokens is charged ceil(m / P) blocks until its report arrives, although it may shrink
+to a few. Steps are therefore limited to what fits the free blocks: a long chunk is reduced. If not
+even one token of each running request fits, the scheduler waits for the reports in flight.
+vLLM preempts a request only when there is none.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -11,7 +17,22 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import read_target_cr
 from dms_train.vllm_plugin.credit import Account, CreditManager
+from dms_train.vllm_plugin.metrics import attach_counts
 from dms_train.vllm_plugin.settings import read_dms_spec
+
+
+class Expected(NamedTuple):
+    """Report that a step will bring.
+
+    Attributes:
+        account: Account of the request.
+        seen: Tokens of the request that are computed after the step.
+        ends_prompt: Whether the step computes the last token of the prompt.
+    """
+
+    account: Account
+    seen: int
+    ends_prompt: bool
 
 
 class DMSScheduler(Scheduler):
@@ -22,17 +43,39 @@ class DMSScheduler(Scheduler):
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, CreditManager)
         self._manager = manager
-        self._expected: dict[int, dict[str, tuple[Account, int]]] = {}
+        self._expected: dict[int, dict[str, Expected]] = {}
+        self._most_tokens = self.max_num_scheduled_tokens
         model = vllm_config.model_config.model
         manager.expect(read_dms_spec(model).window + 1, read_target_cr(resolve(model)))
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step whose tokens fit the free blocks, as far as vLLM can choose them."""
+        self.max_num_scheduled_tokens = self._tokens_that_fit()
+        return super().schedule(*args, **kwargs)
+
+    def _tokens_that_fit(self) -> int:
+        """Return the most tokens of the next step; 0 to wait for reports."""
+        free = self._manager.block_pool.get_num_free_blocks()
+        growing = [r for r in self.running if not _is_complete(r)]
+        needed = sum(
+            self._manager.get_num_blocks_to_allocate(r.request_id, r.num_computed_tokens + 1)
+            for r in growing
+        )
+        if needed > free and self._expected:
+            return 0
+        room = max(0, free - needed) * self._manager.block_size
+        return min(self._most_tokens, room + len(growing))
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
         expected = {}
-        for request_id in scheduler_output.num_scheduled_tokens:
+        for request_id, added in scheduler_output.num_scheduled_tokens.items():
             account = self._manager.account(request_id)
             assert account is not None
-            expected[request_id] = (account, self.requests[request_id].num_computed_tokens)
+            request = self.requests[request_id]
+            seen = request.num_computed_tokens
+            ends_prompt = seen - added < request.num_prompt_tokens <= seen
+            expected[request_id] = Expected(account, seen, ends_prompt)
         if expected:
             # not in the output itself, which is pickled for the workers
             self._expected[id(scheduler_output)] = expected
@@ -45,16 +88,35 @@ class DMSScheduler(Scheduler):
         """
         pages = model_runner_output.num_nans_in_logits or {}
         model_runner_output.num_nans_in_logits = None  # vLLM would report broken logits
-        for request_id, (account, seen) in self._expected.pop(id(scheduler_output), {}).items():
+        for request_id, expected in self._expected.pop(id(scheduler_output), {}).items():
             if pages[request_id] < 0:
                 raise RuntimeError(f"request {request_id}: a token of its batch found no page")
-            if self._manager.account(request_id) is account:  # neither preempted nor finished
-                self._manager.report(account, pages[request_id], seen)
+            if self._manager.account(request_id) is not expected.account:
+                continue  # preempted or finished
+            self._manager.report(expected.account, pages[request_id], expected.seen)
+            if expected.ends_prompt:
+                self._manager.observe_prompt(expected.account)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """Add the counts of the cache to the statistics of a step, if vLLM collects any."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            attach_counts(stats, self._manager.counts())
+        return stats
 
 
 class DMSAsyncScheduler(DMSScheduler, AsyncScheduler):
     """The same for asynchronous scheduling: the report of a step arrives after the next one."""
+
+
+def _is_complete(request: Any) -> bool:
+    """Return whether all tokens of a request are scheduled, so that vLLM passes over it."""
+    scheduled = request.num_computed_tokens + 2 - request.num_output_placeholders
+    return bool(
+        request.num_output_placeholders > 0
+        and scheduled >= request.num_prompt_tokens + request.max_tokens
+    )
 
 
 def build_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> DMSScheduler:

@@ -16,6 +16,7 @@ from dms_train.method.dms.spec import DMSSpec
 from dms_train.vllm_plugin.errors import PluginError
 
 SCHEDULER = "dms_train.vllm_plugin.scheduler.build_scheduler"
+FP8_CACHES = ("fp8", "fp8_e4m3")  # two names of one dtype
 _NAN_CHECKS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
 
 
@@ -82,6 +83,7 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     """Return conditions under which an option is refused, each with what is wrong and the fix."""
     cache, parallel, model = config.cache_config, config.parallel_config, config.model_config
     size, runner = cache.block_size, model.runner_type
+    heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
     return [
         (
@@ -101,8 +103,8 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "pipeline parallelism is not supported; remove --pipeline-parallel-size",
         ),
         (
-            parallel.tensor_parallel_size > 1,
-            "tensor parallelism is not supported; remove --tensor-parallel-size",
+            heads % ranks,
+            f"tensor_parallel_size={ranks} does not divide its {heads} KV heads; lower it",
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -111,8 +113,8 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
         (parallel.enable_dbo, "dual batch overlap is not supported; remove --enable-dbo"),
         (config.lora_config, "LoRA changes the eviction channel; remove --enable-lora"),
         (
-            cache.cache_dtype != "auto",
-            f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto",
+            cache.cache_dtype not in ("auto", *FP8_CACHES),
+            f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto or fp8",
         ),
         (model.enable_sleep_mode, "sleep mode drops the cache; remove --enable-sleep-mode"),
         (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from dms_train.vllm_plugin.attention import batch_attention
+from dms_train.vllm_plugin.batch import StepInputs, batch_attention
 from dms_train.vllm_plugin.cache import GrantedCache
 
 
@@ -30,8 +32,25 @@ class ReportingSampler:
     def __call__(self, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample as vLLM does."""
         output = self._sampler(logits, input_batch, *args, **kwargs)
-        output.num_nans = self._cache.held_pages(input_batch.idx_mapping)
+        output.num_nans = most_of_ranks(self._cache.held_pages(input_batch.idx_mapping))
         return output
+
+
+def most_of_ranks(pages: Tensor) -> Tensor:
+    """Return the most pages of each request on any tensor-parallel rank; -1 after any fault.
+
+    Ranks hold different KV heads, which evict different tokens. A credit must cover the fullest.
+
+    Args:
+        pages: Pages of each request on this rank, int32 [b]; -1 after a fault.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return pages
+    fault = torch.iinfo(pages.dtype).max
+    pages = torch.where(pages < 0, fault, pages)
+    torch.distributed.all_reduce(pages, torch.distributed.ReduceOp.MAX, group=group.device_group)
+    return torch.where(pages == fault, -1, pages)
 
 
 class DMSModelState(DefaultModelState):
@@ -42,7 +61,8 @@ class DMSModelState(DefaultModelState):
 
     def __init__(self, vllm_config: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, model, *args, **kwargs)
-        self._attention, self._cache, self._table = model.retrofit
+        self._attention, self._cache, table = model.retrofit
+        self._inputs = StepInputs(table, requests=self.max_num_reqs, tokens=self.max_num_tokens)
         self._rows: dict[str, int] = {}
         self._memory: Tensor | None = None
 
@@ -67,22 +87,29 @@ class DMSModelState(DefaultModelState):
         if row is not None:
             self._cache.free_row(row)
 
-    def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Describe a batch for all layers; None for a dummy batch, which stores nothing.
+    def prepare_attn(
+        self, input_batch: Any, *args: Any, for_capture: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Set the inputs of a step and describe its batch for all layers.
+
+        A replay of a captured step reads the inputs only. Dummy batches carry the rows of live
+        requests; their rows are set to -1, so that they store nothing.
 
         Args:
             input_batch: The batch.
             *args: Not used: block tables and slot mappings have no meaning for the cache.
+            for_capture: Whether the batch is a dummy of a decode step to capture.
             **kwargs: Not used.
 
         Returns:
-            Metadata by name of the layer.
+            Metadata by name of the layer; None for a dummy batch that is not captured.
         """
+        self._bind_memory()
+        is_real = all(req_id in self._rows for req_id in input_batch.req_ids)
+        self._inputs.set_rows(input_batch.idx_mapping if is_real else input_batch.idx_mapping[:0])
         batch = None
-        if all(req_id in self._rows for req_id in input_batch.req_ids):
-            self._bind_memory()
-            position = input_batch.positions[: input_batch.num_tokens]
-            batch = batch_attention(self._cache, input_batch, position, self._table)
+        if is_real or for_capture:
+            batch = batch_attention(self._cache, self._inputs, input_batch)
         return {layer.layer_name: batch for layer in self._attention}
 
     def _bind_memory(self) -> None:

@@ -1,12 +1,14 @@
 """vLLM's GPU engine on a CPU: `python -m tests.support.vllm_cpu FUNCTION FOLDER`.
 
 The platform is taken for an H200. The real scheduler and model runner V2 run in this process, with
-vLLM's own replacements for CUDA streams and events and with Triton's interpreter. FUNCTION of
-`vllm_engine` is called with each job in FOLDER/jobs.json; FOLDER/results.json receives the results.
+vLLM's own replacements for CUDA streams and events and with Triton's interpreter. FUNCTION, such
+as `vllm_engine.generate`, is called with each job in FOLDER/jobs.json; FOLDER/results.json receives
+the results. Without a module it is one of `vllm_engine`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 import triton.backends
 from triton.runtime import interpreter
 
-from tests.support.interpreter import leave_out_idle_work
+from tests.support.interpreter import leave_out_idle_work, round_fp8_to_nearest
 
 MEMORY = 2**34
 
@@ -45,6 +47,10 @@ def pretend_platform() -> None:
     platforms._current_platform = cuda.NonNvmlCudaPlatform()
     cuda.CudaPlatform = cuda.NonNvmlCudaPlatform
     cuda.NonNvmlCudaPlatform.dispatch_key = "CPU"
+    communicator = "vllm.distributed.device_communicators.base_device_communicator"
+    cuda.NonNvmlCudaPlatform.get_device_communicator_cls = classmethod(
+        lambda _: f"{communicator}.DeviceCommunicatorBase"  # torch.distributed
+    )
     import vllm.utils.platform_utils as utils
 
     utils.is_uva_available = lambda: True
@@ -83,12 +89,13 @@ def main() -> None:
     pretend_gpu()
     index_by_item()
     leave_out_idle_work()
+    round_fp8_to_nearest()
     pretend_platform()
     from dms_train.vllm_plugin.plugin import register
-    from tests.support import vllm_engine
 
     register()
-    function = getattr(vllm_engine, sys.argv[1])
+    module, _, name = sys.argv[1].rpartition(".")
+    function = getattr(importlib.import_module(f"tests.support.{module or 'vllm_engine'}"), name)
     results = [function(job) for job in json.loads((folder / "jobs.json").read_text())]
     (folder / "results.json").write_text(json.dumps(results))
 

@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from dms_train.vllm_plugin.attention import DMSMetadataBuilder
 from dms_train.vllm_plugin.credit import CreditManager
+from dms_train.vllm_plugin.state import most_of_ranks
 from tests.support.vllm_cpu import MEMORY
+
+
+def join(ranks: int, rank: int, store: str) -> None:
+    """Join the process group of tensor-parallel ranks, which meet in the file `store`."""
+    init_distributed_environment(ranks, rank, f"file://{store}", 0, "gloo")
+    ensure_model_parallel_initialized(ranks, 1)
 
 
 class Recorder(Executor):
     """Runs the model in this process and records each step."""
 
     supported_tasks = ("generate",)
+    rank, store = 0, ""
     steps: list[dict[str, Any]]
 
     def _init_executor(self) -> None:
         config = self.vllm_config
+        ranks = config.parallel_config.tensor_parallel_size
         config.device_config.device = torch.device("cpu")
         config.load_config.device = "cpu"
         self.steps = []
         with set_current_vllm_config(config):
             if not torch.distributed.is_initialized():
-                store = f"file://{Path(sys.argv[2]).resolve()}/store"
-                init_distributed_environment(1, 0, store, 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
+                join(ranks, self.rank, self.store or f"{Path(sys.argv[2]).resolve()}/store")
             self.runner = GPUModelRunner(config, torch.device("cpu"))
             self.runner.load_model()
         self.cache = self.runner.model.retrofit.cache
@@ -50,6 +61,8 @@ class Recorder(Executor):
     def initialize_from_config(self, configs: list[Any]) -> None:
         with set_current_vllm_config(self.vllm_config):
             self.runner.initialize_kv_cache(configs[0])
+            if self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+                self.runner.capture_model()
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         return [WorkerBase.get_supported_kv_cache_layouts(self)]  # from 0.33 on
@@ -69,7 +82,11 @@ class Recorder(Executor):
         return self._returned(done, non_block)
 
     def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
-        return self._returned(self.runner.sample_tokens(grammar), non_block)
+        output = self.runner.sample_tokens(grammar)
+        if hasattr(output, "get_output"):
+            output = output.get_output()
+        self.steps[-1]["reported"] = output.num_nans_in_logits
+        return self._returned(output, non_block)
 
     def _record(self, output: Any) -> None:
         cache, state = self.cache, self.runner.req_states
@@ -114,6 +131,43 @@ class Recorder(Executor):
         return True
 
 
+class RepeatedCalls:
+    """Stands for a full CUDA graph on a CPU: a replay repeats the calls of its capture.
+
+    Attributes:
+        replays: Number of replays of all graphs.
+    """
+
+    replays = 0
+
+    def __init__(self, calls: Callable[..., None]) -> None:
+        self._calls = calls
+
+    def replay(self) -> None:
+        RepeatedCalls.replays += 1
+        self._calls(CUDAGraphMode.NONE)
+
+    @staticmethod
+    def capture(manager: Any, create_forward_fn: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        """Replacement of vLLM's capture, which needs a GPU."""
+        for described in manager._capture_descs[CUDAGraphMode.FULL]:
+            created = create_forward_fn(described, warmup=False)
+            calls = created[0] if isinstance(created, tuple) else created  # 0.24; 0.33
+            calls(CUDAGraphMode.NONE)
+            manager.graphs[described] = RepeatedCalls(calls)
+        manager._graphs_captured = True
+        return {}
+
+
+def replay(job: dict[str, Any]) -> dict[str, Any]:
+    """Like `generate`, with decode steps as full CUDA graphs; also the number of replays."""
+    DMSMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    CudaGraphManager.capture = RepeatedCalls.capture
+    RepeatedCalls.replays = 0
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4]}
+    return {**generate(job, graphs), "replays": RepeatedCalls.replays}
+
+
 def configure(job: dict[str, Any]) -> dict[str, Any]:
     """Build the configuration of an engine; the error if it is refused."""
     os.environ.update(job["environment"])
@@ -130,18 +184,22 @@ def configure(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """Continue `prompts` greedily; the tokens, and after each step the lengths of all KV lists."""
+def generate(job: dict[str, Any], graphs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Continue `prompts` greedily; the tokens, and after each step the lengths of all KV lists.
+
+    Tensor-parallel ranks are processes with a scheduler each, which share the file `store`.
+    """
+    Recorder.rank, Recorder.store = job.get("rank", 0), job.get("store", "")
     llm = LLM(
         model=job["model"],
         skip_tokenizer_init=True,
         dtype="float32",
         generation_config="vllm",
-        enforce_eager=True,
+        enforce_eager=graphs is None,
         disable_custom_all_reduce=True,
         distributed_executor_backend=Recorder,
         num_gpu_blocks_override=job["blocks"],
-        compilation_config={"custom_ops": ["none"]},
+        compilation_config={"custom_ops": ["none"], **(graphs or {})},
         **job["options"],
     )
     core = llm.llm_engine.engine_core.engine_core
@@ -161,7 +219,15 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
         "scheduler": type(core.scheduler).__name__,
         "free_blocks": pool.get_num_free_blocks(),
         "pages": recorder.cache.pool.max_pages,
+        "block_bytes": core.scheduler.kv_cache_config.kv_cache_tensors[0].size // job["blocks"],
     }
+
+
+def agree(job: dict[str, Any]) -> list[int]:
+    """Reduce the pages of one of two tensor-parallel ranks."""
+    with set_current_vllm_config(VllmConfig()):
+        join(2, job["rank"], job["store"])
+    return most_of_ranks(torch.tensor(job["pages"], dtype=torch.int32)).tolist()
 
 
 def starve(job: dict[str, Any]) -> str:

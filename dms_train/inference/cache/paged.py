@@ -100,7 +100,7 @@ class PagedKVCache:
         self._wide: WidePages | None = None
         if pool.pages.dtype == FP8:
             self._exponents = torch.zeros(*kv_lists, max_pages, 2, dtype=torch.int8).to(pool.device)
-            self._wide = WidePages(pool.pages, heads=heads, places=max_pages, dtype=pool.dtype)
+            self._wide = WidePages(pool, heads=heads, places=max_pages)
         self._recording = False
         self._reserves = True  # pages, in each step
         self._memory: dict[int, AttentionWorkspace] = {}  # key: sequences of a step

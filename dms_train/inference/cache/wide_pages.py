@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.kernels import dispatch
 from dms_train.kernels.prefill.lists import Pages
 
@@ -20,17 +21,16 @@ class WidePages:
     """Memory for the KV lists of one layer of one full sequence, or of several shorter ones.
 
     Args:
-        stored: FP8 pages of the cache [any, 2, s, d].
+        pool: Pool of the FP8 pages of the cache, [any, 2, s, d].
         heads: KV heads.
         places: Pages of a full KV list.
-        dtype: Dtype of the model.
     """
 
-    def __init__(self, stored: Tensor, *, heads: int, places: int, dtype: torch.dtype) -> None:
-        device = stored.device
-        self._stored, self._heads, self._max_pages = stored, heads, places
-        self._pages = torch.empty(heads * places, *stored.shape[1:], dtype=dtype, device=device)
-        self._numbers = torch.arange(heads * places, dtype=torch.int32, device=device)
+    def __init__(self, pool: DevicePool, *, heads: int, places: int) -> None:
+        self._pool, self._heads, self._max_pages = pool, heads, places
+        shape = (heads * places, *pool.pages.shape[1:])
+        self._pages = torch.empty(shape, dtype=pool.dtype, device=pool.device)
+        self._numbers = torch.arange(heads * places, dtype=torch.int32, device=pool.device)
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class WidePages:
         """
         pages = self.empty(len(table))
         dispatch.triton_kernels().read_fp8_pages(
-            self._stored,
+            self._pool.pages,
             table.flatten(0, 1),
             exponents.flatten(0, 1),
             lengths.flatten().contiguous(),
@@ -79,7 +79,7 @@ class WidePages:
         """
         dispatch.triton_kernels().write_fp8_pages(
             self._lists(len(table)),
-            self._stored,
+            self._pool.pages,
             table.flatten(0, 1),
             exponents.flatten(0, 1),
             lengths.flatten().contiguous(),

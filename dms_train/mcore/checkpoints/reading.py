@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -203,7 +203,7 @@ def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
         compat.create_optimizer_state(optimizer)
         compat.accept_loaded_state(optimizer)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), group)
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group)
     try:
         state = dist_checkpointing.load(
             sharded_state(chunks, optimizer, loading=True), str(path), strategy

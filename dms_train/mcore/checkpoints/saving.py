@@ -97,7 +97,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
         self.failure: Exception | None = None
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(self, writer: Any, *planned: Any) -> AsyncRequest:
         finish = writer.finish
 
         def kept(*arguments: Any) -> None:
@@ -107,7 +107,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
                 self.failure = error
 
         writer.finish = kept
-        return super()._get_save_and_finalize_callbacks(writer, planned)
+        return super()._get_save_and_finalize_callbacks(writer, *planned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class CheckpointSaver:
         )
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(save.strategy, group)
-        request = strategy.async_save(tensors, folder)
+        request = compat.plan_save(strategy, tensors, folder)
         if request.async_fn is not None:
             request = request._replace(
                 async_fn=partial(_write, request.async_fn, save.records, os.getpid()),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -28,11 +28,16 @@ from dms_train.mcore.layers.backend import FusedRMSNorm, LayerBackend
 from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm
 
 
-def _swiglu() -> Callable[[Tensor], Tensor]:
-    """Return the activation as one kernel; Megatron's slot for it accepts functions."""
-    from dms_train.kernels.layers.triton_swiglu import swiglu
+class _FusedSwiGLU(torch.nn.Module):
+    """Activation of an MLP as one kernel each way."""
 
-    return swiglu
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        from dms_train.kernels.layers.triton_swiglu import swiglu
+
+        return swiglu(gate_and_up)
 
 
 # Names of the fused layers, so that a checkpoint fits Transformer Engine and megatron-core layers.
@@ -65,7 +70,7 @@ def layer_spec(
     )
     mlp = MLPSubmodules(
         linear_fc1=layer_backend.norm_linear,
-        activation_func=_swiglu() if method.fused else None,
+        activation_func=_FusedSwiGLU if method.fused else None,
         linear_fc2=layer_backend.row,
     )
     return ModuleSpec(

@@ -1,4 +1,4 @@
-"""GPT model of one pipeline chunk: student and frozen teacher in the same pass."""
+"""Model of one pipeline chunk: student and frozen teacher in the same pass."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -83,7 +89,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
 
 
 def rope_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Return GPTModel's arguments for RoPE scaling; ModelError if megatron-core lacks the rule."""
+    """Return RotaryEmbedding's scaling arguments; ModelError if megatron-core lacks the rule."""
     scaling = architecture.rope_scaling
     if scaling is None:
         return {}
@@ -100,8 +106,13 @@ def rope_arguments(architecture: Architecture) -> dict[str, Any]:
     return {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
 
 
-class DMSModel(GPTModel):
-    """GPTModel with student, teacher and eviction statistics in its `stage_tensor`."""
+class DMSModel(LanguageModule):
+    """Embedding, decoder layers and output layer with student and teacher in one `stage_tensor`.
+
+    Attribute names are those of megatron-core's GPTModel: they are the keys of checkpoints.
+    """
+
+    model_type = ModelType.encoder_or_decoder  # the schedules read it
 
     def __init__(
         self,
@@ -111,26 +122,68 @@ class DMSModel(GPTModel):
         layer_backend: LayerBackend,
         vp_stage: int | None = None,
     ) -> None:
+        super().__init__(config)
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-        super().__init__(
-            config,
-            block_spec(config, method, layer_backend, vp_stage),
-            vocab_size=padded_vocab_size(architecture),
-            max_sequence_length=architecture.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(**stage),
-            post_process=parallel_state.is_pipeline_last_stage(**stage),
-            position_embedding_type="rope",
+        self.vp_stage = vp_stage
+        self.pre_process = parallel_state.is_pipeline_first_stage(**stage)
+        self.post_process = parallel_state.is_pipeline_last_stage(**stage)
+        self.share_embeddings_and_output_weights = architecture.tie_word_embeddings
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                padded_vocab_size(architecture),
+                architecture.max_position_embeddings,
+                position_embedding_type="rope",
+                tp_group=self.pg_collection.tp,
+            )
+        self.rotary_pos_emb = RotaryEmbedding(
+            architecture.kv_channels,
+            rotary_percent=1.0,
             rotary_base=architecture.rotary_base,
-            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
-            vp_stage=vp_stage,
+            cp_group=self.pg_collection.cp,
             **rope_arguments(architecture),
         )
+        self.decoder = TransformerBlock(
+            config,
+            block_spec(config, method, layer_backend, vp_stage),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=vp_stage,
+        )
+        if self.post_process:
+            self.output_layer = self._output_layer(padded_vocab_size(architecture))
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
         self.architecture = architecture
         self.method = method
         self.records_logits = False
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[DMSModel] = []
+
+    def _output_layer(self, rows: int) -> ColumnParallelLinear:
+        """Make the output layer; it has no weight of its own if this chunk's embedding is tied."""
+        return ColumnParallelLinear(
+            self.config.hidden_size,
+            rows,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=self.pre_process
+            and self.share_embeddings_and_output_weights,
+            tp_group=self.pg_collection.tp,
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of a checkpoint by key, as megatron-core's GPTModel names them."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        # megatron-core's linear layers list an entry without data, which checkpoints do not have
+        entries.pop(f"{prefix}output_layer._extra_state", None)
+        return entries
 
     @property
     def teacher(self) -> DMSModel | None:

@@ -1,14 +1,13 @@
-"""Loading and gathering of sharded weights, one Hugging Face tensor at a time."""
+"""Loading of sharded weights, one Hugging Face tensor at a time."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dms_train.families import ParameterMap
@@ -79,20 +78,9 @@ def global_names(chunk: Any) -> dict[str, Tensor]:
     return named
 
 
-def _is_vocabulary(name: str) -> bool:
+def is_vocabulary(name: str) -> bool:
     """Return whether a Hugging Face tensor has a row for every token."""
     return name in ("model.embed_tokens.weight", "lm_head.weight")
-
-
-def _unshard(
-    entry: ParameterMap, parameter: Any, shards: list[Tensor], architecture: Architecture
-) -> Tensor:
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return shards[0]
-    if entry.layout == "gated":
-        return torch.cat([s.chunk(2)[half] for half in (0, 1) for s in shards])
-    full = torch.cat(shards, parameter.partition_dim)
-    return full[: architecture.vocab_size] if _is_vocabulary(entry.hf[0]) else full
 
 
 def load(
@@ -156,7 +144,7 @@ def _part(
         return _checked(name, source.get(name), shape)
     dim = parameter.partition_dim
     # a vocabulary is padded to a multiple of the ranks; other sizes are divisible by them
-    size = parameter.shape[dim] if _is_vocabulary(name) else shape[dim] // view.tp_size
+    size = parameter.shape[dim] if is_vocabulary(name) else shape[dim] // view.tp_size
     start, stop = (min((view.tp_rank + i) * size, shape[dim]) for i in (0, 1))
     wanted = (*shape[:dim], stop - start, *shape[dim + 1 :])
     if start == stop:
@@ -179,73 +167,3 @@ def copy(students: list[Any], teachers: list[Any]) -> None:
         own = global_names(student)
         for name, parameter in global_names(teacher).items():
             parameter.data.copy_(own[name].data)
-
-
-def gather(
-    chunks: list[Any],
-    architecture: Architecture,
-    view: ParallelView,
-    read: Callable[[Any], Tensor] = lambda parameter: parameter.data,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield full Hugging Face tensors on the CPU of rank 0, one Megatron parameter at a time.
-
-    Every rank must exhaust the iterator; the others yield nothing.
-
-    Args:
-        chunks: This rank's unwrapped model chunks.
-        architecture: Architecture of the model.
-        view: Parallel layout.
-        read: Function that returns a parameter's value, or its gradient in checks.
-    """
-    mine = {name: p for chunk in chunks for name, p in global_names(chunk).items()}
-    owners = _owners(mine, read, view)
-    for entry in mapping.entries(architecture):
-        owner, shape, dtype = owners[entry.megatron]
-        full: Tensor | None = None
-        if entry.megatron in mine and view.dp_rank == 0 and view.pp_rank == owner[0]:
-            full = _gather_tensor_parallel(entry, mine[entry.megatron], read, architecture, view)
-        if view.rank == owner[1] and view.rank != 0 and full is not None:
-            dist.send(full.contiguous(), 0)
-        if view.rank == 0:
-            if full is None:
-                if _is_vocabulary(entry.hf[0]):
-                    shape = (architecture.vocab_size, *shape[1:])
-                full = torch.empty(shape, dtype=dtype, device=view.device)
-                dist.recv(full, owner[1])
-            yield from mapping.to_hf(entry, full.cpu(), architecture).items()
-        # in lockstep, so that ranks wait no longer than rank 0 takes to write one shard
-        dist.barrier()
-
-
-def _gather_tensor_parallel(
-    entry: ParameterMap,
-    parameter: Any,
-    read: Callable[[Any], Tensor],
-    architecture: Architecture,
-    view: ParallelView,
-) -> Tensor:
-    local = read(parameter).detach().contiguous()
-    shards = [torch.empty_like(local) for _ in range(view.tp_size)]
-    dist.all_gather(shards, local, group=view.tp_group)
-    return _unshard(entry, parameter, shards, architecture)
-
-
-def _owners(
-    mine: dict[str, Any], read: Callable[[Any], Tensor], view: ParallelView
-) -> dict[str, tuple[tuple[int, int], tuple[int, ...], torch.dtype]]:
-    """Return ((stage, rank) of the first owner, full padded shape, dtype) by parameter."""
-    described = {}
-    for name, parameter in mine.items():
-        local = read(parameter)
-        shape = list(local.shape)
-        if getattr(parameter, "tensor_model_parallel", False):
-            shape[parameter.partition_dim] *= view.tp_size
-        described[name] = (tuple(shape), local.dtype)
-    sends = view.dp_rank == 0 and view.tp_rank == 0
-    everyone: list[Any] = [None] * view.world_size
-    dist.all_gather_object(everyone, (view.pp_rank, described) if sends else None)
-    owners: dict[str, Any] = {}
-    for rank, answer in enumerate(everyone):
-        for name, (shape, dtype) in answer[1].items() if answer else ():
-            owners.setdefault(name, ((answer[0], rank), shape, dtype))
-    return owners

@@ -141,10 +141,18 @@ CASES = {
         changes=("run", "run/config.yaml", "run/state", "run/state/*"),
     ),
     "idx-damaged": Case(
-        done="one bit of `PREFIX.idx` flipped",
+        done="a length in `PREFIX.idx` changed",
         arrange=damaged(lambda workspace: flip(Path(f"{workspace.data}.idx"), 40)),
         kind="error",
-        facts=("DATA.idx", "SHA", "256"),
+        facts=("DATA.idx", "tokens", "manifest"),
+    ),
+    "idx-flipped": Case(
+        done="one bit of `PREFIX.idx` flipped",
+        arrange=damaged(lambda workspace: flip(Path(f"{workspace.data}.idx"), -1)),
+        kind="config error",
+        facts=("data.paths", "DATA.idx", "SHA", "256", "copy it or tokenise"),
+        runner=run_alone,
+        changes=("run", "run/config.yaml", "run/state", "run/state/*"),
     ),
     "other-tokenizer": Case(
         done="data made with another tokenizer than the model's",

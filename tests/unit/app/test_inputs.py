@@ -39,7 +39,7 @@ def view() -> Iterator[ParallelView]:
     runtime.stop()
 
 
-@pytest.mark.parametrize("name", ["a.bin", "b.loss_mask.bin"])
+@pytest.mark.parametrize("name", ["a.bin", "b.idx", "b.loss_mask.bin", "a.loss_mask.idx"])
 def test_one_flipped_bit_of_the_data_is_found(
     tmp_path: Path, view: ParallelView, name: str
 ) -> None:

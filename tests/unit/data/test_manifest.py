@@ -14,6 +14,7 @@ from dms_train.data.errors import DataError
 from dms_train.data.index_file import idx_path, read_index
 from dms_train.data.manifest import (
     check_bin_hash,
+    check_layout,
     check_run,
     check_shard,
     file_sha256,
@@ -75,6 +76,16 @@ def test_one_flipped_byte_of_the_index(make_shard: MakeShard, position: int) -> 
     prefix = make_shard()
     flip(prefix + ".idx", position)
     refused(lambda: check_shard(prefix, read_manifest(prefix)), prefix + ".idx", "SHA-256")
+
+
+@pytest.mark.parametrize("position", [0, 9, 17, 20, 40])
+def test_the_layout_alone_shows_damage_of_header_and_lengths(
+    make_shard: MakeShard, position: int
+) -> None:
+    prefix = make_shard()
+    check_layout(prefix, read_manifest(prefix))
+    flip(prefix + ".idx", position)
+    refused(lambda: check_layout(prefix, read_manifest(prefix)), prefix + ".idx")
 
 
 def test_one_flipped_token_is_found_by_the_full_check_alone(make_shard: MakeShard) -> None:

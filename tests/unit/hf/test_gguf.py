@@ -28,7 +28,12 @@ from dms_train.export.card import CARD_FILE, read_base
 from dms_train.hf import gguf_directory
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.hf.errors import HFError
-from dms_train.hf.gguf_directory import cached_gguf, convert_gguf, file_sha256
+from dms_train.hf.gguf_directory import (
+    cached_gguf,
+    convert_gguf,
+    file_sha256,
+    read_gguf_config,
+)
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.options import ModelOptions
 from tests.support import configs, gguf_files
@@ -69,7 +74,7 @@ def test_logits_are_those_of_transformers_gguf_loading(tmp_path, family):
         for name, rows in gguf_files.tensors(a, gguf_files.weights(a)).items()
     }
     gguf_files.write(tmp_path / "m.gguf", a, stored)
-    line = convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    line = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", dtype="fp32")
     assert line.startswith("quantised weights, dequantised from GGUF (15 Q8_0, ")
     options = {"gguf_file": "m.gguf", "dtype": torch.float32, **_dequantising()}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
@@ -102,7 +107,7 @@ def test_every_type_is_dequantised(tmp_path, kind):
         for name, rows in gguf_files.tensors(a, gguf_files.weights(a)).items()
     }
     gguf_files.write(tmp_path / "m.gguf", a, stored)
-    convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out", dtype="fp32")
     found = stored_weights(tmp_path / "out")
     for name, tensor in found.items():
         if tensor.ndim == 2:
@@ -266,6 +271,25 @@ def test_planning_and_inspection_do_not_convert(tmp_path, cache):
     assert not cache.exists()
     resolve(path)
     assert read_options(ModelOptions(path=str(path))) == a  # from the converted directory
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("F32", "float32"), ("F16", "bfloat16"), ("Q8_0", "bfloat16")]
+)
+def test_only_matrices_in_32_bits_stay_float32(tmp_path, cache, kind, dtype):
+    """The norms are stored in 32 bits in every case."""
+    a, half = gguf_files.architecture("llama"), GGMLQuantizationType[kind]
+    stored = {
+        name: (_bytes(rows.shape, kind), half) if rows.ndim == 2 and kind != "F32" else rows
+        for name, rows in gguf_files.tensors(a, gguf_files.weights(a)).items()
+    }
+    gguf_files.write(tmp_path / "m.gguf", a, stored)
+    assert read_gguf_config(tmp_path / "m.gguf")["dtype"] == dtype
+    line = convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert line.endswith(f", written as {dtype}")
+    for directory in (tmp_path / "out", resolve(tmp_path / "m.gguf")):
+        assert {t.dtype for t in stored_weights(directory).values()} == {getattr(torch, dtype)}
+        assert read_config(directory)["dtype"] == dtype
 
 
 def test_the_command_writes_a_directory_that_says_where_it_comes_from(tmp_path, capsys):

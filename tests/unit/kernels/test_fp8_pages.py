@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import FP8
@@ -21,7 +22,10 @@ LENGTHS = torch.tensor([[14, 9]], dtype=torch.int32, device=DEVICE)  # the last 
 
 
 def wide_pages(stored):
-    return WidePages(stored, heads=HEADS, places=PLACES, dtype=torch.float32)
+    sizes = {"head_size": SIZE, "page_slots": SLOTS, "pages": len(stored) - 1}
+    pool = DevicePool(dtype=torch.float32, device=DEVICE, stored=FP8, **sizes)
+    pool.pages = stored
+    return WidePages(pool, heads=HEADS, places=PLACES)
 
 
 def content():

@@ -105,6 +105,7 @@ def test_nodes_are_checked_for_gpus_and_free_space(tmp_path: Path) -> None:
     assert needs(Job("validate_export", "validate"), made) == Needs(1, 0)
     assert needs(Job("hold", "train"), made) == Needs(8, int(1.1 * 16 * parameters))
     half = config(tmp_path, *site, "parallel.params_dtype=bf16")
+    assert needs(Job("hf_to_megatron", "convert"), half) == Needs(0, 2 * parameters)
     assert needs(Job("hold", "train"), half) == Needs(8, int(1.1 * 14 * parameters))
     assert needs(Job("hold", "train"), config(tmp_path)).gpus == 0
     text = script(Job("hold", "train"), made, tmp_path)

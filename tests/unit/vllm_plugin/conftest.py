@@ -34,6 +34,7 @@ _VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_OFFLINE": "1",
     "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # it asks the GPU for its random state
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(ROOT),
 }

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BASE = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256}
 PROCESSES = {"distributed_executor_backend": "mp"}  # without it vLLM counts the GPUs first
+FP8 = ("fp8", "fp8_e4m3")
 # name: options, environment, beginning of the reason
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "prefix caching": ({"enable_prefix_caching": True}, {}, "there is no prefix cache"),
@@ -30,10 +31,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         "KV connectors",
     ),
     "pipeline": ({"pipeline_parallel_size": 2, **PROCESSES}, {}, "pipeline parallelism"),
-    "tensor parallel": ({"tensor_parallel_size": 2, **PROCESSES}, {}, "tensor parallelism"),
+    "tensor parallel": (
+        {"tensor_parallel_size": 4, **PROCESSES},
+        {},
+        "tensor_parallel_size=4 does not divide its 2 KV heads",
+    ),
     "old runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "it needs model runner V2"),
     "NaN check": ({}, {"VLLM_COMPUTE_NANS_IN_LOGITS": "1"}, "VLLM_COMPUTE_NANS_IN_LOGITS use"),
-    "fp8 cache": ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype=fp8 is not supported"),
+    "e5m2 cache": ({"kv_cache_dtype": "fp8_e5m2"}, {}, "kv_cache_dtype=fp8_e5m2 is not supported"),
     "odd blocks": ({"block_size": 48}, {}, "block_size=48 is not a power of two"),
     "lora": ({"enable_lora": True}, {}, "LoRA changes the eviction channel"),
     "own scheduler": (
@@ -84,6 +89,7 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
     cases |= {name: (path, {}, {}) for name, path in others.items()}
     architecture = {"hf_overrides": {"architectures": ["Qwen3ForCausalLMDMS"]}}
     cases["plain, overridden"] = (plain, architecture, {})
+    cases |= {name: (export, {"kv_cache_dtype": name}, {}) for name in FP8}
     jobs = [
         {"model": str(path), "options": {**BASE, **options}, "environment": environment}
         for path, options, environment in cases.values()
@@ -109,7 +115,7 @@ def test_a_dense_model_under_the_architecture_of_dms_is_refused(configured):
     assert "it is a dense model" in configured["mislabelled"]["error"]
 
 
-@pytest.mark.parametrize("name", ["export", "plain, overridden"])
+@pytest.mark.parametrize("name", ["export", "plain, overridden", *FP8])
 def test_an_export_gets_its_scheduler_and_no_prefix_cache(configured, name):
     assert configured[name] == {
         "scheduler": "dms_train.vllm_plugin.scheduler.build_scheduler",

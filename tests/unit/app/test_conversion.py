@@ -1,0 +1,85 @@
+"""Imports keep the dtype of their source, hold every weight exactly, and need no GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dms_train.app.conversion import import_model, open_engine
+from dms_train.checkpoints_tools.hf_to_megatron import main
+from dms_train.hf.architecture import to_hf_config
+from dms_train.hf.directory import SINGLE_FILE, read_architecture
+from dms_train.hf.json_files import write_json
+from dms_train.hf.tensors import expected_shapes
+from dms_train.method.spec import PRESETS
+from tests.support import tiny
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Directory of a tiny Qwen2, every weight random."""
+    architecture, folder = tiny.architecture("qwen2"), tmp_path / "model"
+    folder.mkdir()
+    write_json(folder / "config.json", to_hf_config(architecture))
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in expected_shapes(architecture).items()
+    }
+    save_file(weights, folder / SINGLE_FILE, {"format": "pt"})
+    return folder
+
+
+def store(model: Path, dtype: torch.dtype, *, wide: str = "") -> dict[str, Tensor]:
+    """Store the weights in `dtype`, and those whose name contains `wide` in float32."""
+    weights = load_file(model / SINGLE_FILE)
+    stored = {n: t if wide and wide in n else t.to(dtype) for n, t in weights.items()}
+    save_file(stored, model / SINGLE_FILE, {"format": "pt"})
+    return stored
+
+
+def imported(model: Path, checkpoint: Path, dtype: str) -> dict[str, Tensor]:
+    with open_engine(read_architecture(model), PRESETS["dms"].spec, dtype, None) as engine:
+        engine.load(checkpoint, with_optimizer=False)
+        return dict(engine.hf_tensors())
+
+
+@pytest.mark.parametrize(
+    ("stored", "wide", "written"),
+    [
+        (torch.float32, "", "fp32"),
+        (torch.bfloat16, "", "bf16"),
+        (torch.float16, "", "bf16"),
+        (torch.bfloat16, "norm", "bf16"),
+        (torch.bfloat16, "down_proj", "fp32"),
+    ],
+)
+def test_a_checkpoint_is_as_wide_as_the_matrices_of_its_source(
+    model: Path, stored: torch.dtype, wide: str, written: str
+) -> None:
+    weights = store(model, stored, wide=wide)
+    out = model.parent / "checkpoint"
+    options = {"revision": None, "download": False}
+    assert import_model(str(model), out, dtype=None, **options) == written
+    rounded = torch.float32 if written == "fp32" else torch.bfloat16
+    for dtype in ("fp32", "bf16"):  # of the training that loads it
+        got = imported(model, out, dtype)
+        assert got.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(got[name], tensor.to(rounded).to(got[name].dtype)), name
+
+
+def test_the_command_names_the_dtype_and_asks_for_no_gpu(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    store(model, torch.bfloat16)
+    out = model.parent / "checkpoint"
+    assert main([str(model), str(out)]) == 0
+    assert capsys.readouterr().out == f"{model}: weights written as bf16\nwrote {out}\n"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

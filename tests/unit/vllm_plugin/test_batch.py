@@ -1,0 +1,242 @@
+"""Batches of the vLLM plugin against masked attention in float64; steps that are captured."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from dms_train.inference.cache.paged import CacheSizes
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import FP8
+from dms_train.method.accounting import live_slots
+from dms_train.method.spec import PRESETS
+from dms_train.method.visibility import visible
+from dms_train.vllm_plugin.batch import BatchAttention, StepInputs, batch_attention
+from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool
+from tests.support.host_reads import HostReads
+
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(torch.device("cpu")), reason="needs triton's interpreter"
+)
+LAYERS, ROWS, HEADS, GROUP, SIZE, LENGTH = 2, 5, 2, 2, 16, 26
+PAGE, PAGES = 4, 160
+SPEC = PRESETS["dms"].override(window=5).spec
+# batches: row and number of tokens of each request; single tokens first, as vLLM sorts them
+BATCHES = [
+    [(3, 1), (1, 9)],
+    [(3, 1), (1, 4)],
+    [(1, 1), (3, 1), (0, 12)],
+    *[[(0, 1), (3, 1), (1, 1)]] * 9,
+]
+
+
+def rope_table():
+    angle = torch.arange(LENGTH)[:, None] * 0.3 ** torch.arange(SIZE // 2)
+    return torch.cat([angle.cos(), angle.sin()], 1)
+
+
+def tokens(row):
+    """Return query [layers, n, h, d], key and value [layers, n, g, d] of the request in a row."""
+    draw = torch.Generator().manual_seed(row)
+    query = torch.randn(LAYERS, LENGTH, HEADS * GROUP, SIZE, generator=draw)
+    key, value = torch.randn(2, LAYERS, LENGTH, HEADS, SIZE, generator=draw)
+    return query, key, value
+
+
+def decisions(query):
+    """Read the eviction channel of the first query head of each group: bool [layers, g, n]."""
+    activation = query[:, :, ::GROUP, SPEC.channel % SIZE]
+    return (activation * SPEC.alpha_scale - SPEC.alpha_offset > 0).transpose(1, 2)
+
+
+def truth(row):
+    """Masked attention in float64 [layers, n, h, d], and live tokens [layers, g, n]."""
+    query, key, value = tokens(row)
+    evicts = decisions(query)
+    query = query.clone()
+    query[:, :, ::GROUP, SPEC.channel % SIZE] = 0
+    cos, sin = (torch.cat([x, x], 1)[:, None].double() for x in rope_table().chunk(2, 1))
+
+    def rotate(x):
+        first, second = x.double().chunk(2, -1)
+        return x.double() * cos + torch.cat([-second, first], -1) * sin
+
+    query, key, value = (x.transpose(1, 2) for x in (rotate(query), rotate(key), value.double()))
+    key, value = (x.repeat_interleave(GROUP, 1) for x in (key, value))
+    seen = visible(evicts, SPEC).repeat_interleave(GROUP, 1)
+    scores = (query @ key.transpose(2, 3) / math.sqrt(SIZE)).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2), live_slots(evicts, SPEC)
+
+
+TRUTH = {row: truth(row) for row in range(ROWS)}
+
+
+def new_cache(stored=None):
+    sizes = {"head_size": SIZE, "dtype": torch.float32, "page_slots": PAGE}
+    pool = GrantedPool(device=torch.device("cpu"), stored=stored, **sizes)
+    cache = GrantedCache(pool, SPEC, CacheSizes(LAYERS, ROWS, HEADS, GROUP, LENGTH))
+    raw = torch.zeros((PAGES + 1) * pool.page_slots * pool.slot_bytes, dtype=torch.int8)
+    pool.bind(raw.view(torch.uint8 if stored == FP8 else torch.float32))
+    return cache
+
+
+def new_inputs():
+    return StepInputs(rope_table(), requests=ROWS, tokens=32)
+
+
+class Requests:
+    """Requests that have come to some token, by row."""
+
+    def __init__(self):
+        self.seen = dict.fromkeys(range(ROWS), 0)
+
+    def take(self, batch):
+        """Return the positions, and query, key and value by layer; the requests move on."""
+        position, columns = [], ([], [], [])
+        for row, count in batch:
+            now = slice(self.seen[row], self.seen[row] + count)
+            position += range(now.start, now.stop)
+            for column, x in zip(columns, tokens(row), strict=True):
+                column.append(x[:, now])
+            self.seen[row] += count
+        return torch.tensor(position), *(torch.cat(column, 1) for column in columns)
+
+
+def run_eager(cache, inputs, requests, batch):
+    """Run a batch as vLLM's model state does; return its outputs [layers, t, h, d]."""
+    counts = [count for _, count in batch]
+    computed = [requests.seen[row] for row, _ in batch]
+    position, query, key, value = requests.take(batch)
+    inputs.set_rows(torch.tensor([row for row, _ in batch], dtype=torch.int32))
+    fields = {
+        "num_scheduled_tokens": np.array(counts),
+        "query_start_loc_np": np.cumsum([0, *counts]),
+        "num_computed_tokens_np": np.array(computed),
+    }
+    described = SimpleNamespace(positions=position, num_tokens=sum(counts), **fields)
+    attention = batch_attention(cache, inputs, described)
+    output = torch.full_like(query, torch.nan)
+    for layer in range(LAYERS):
+        attention.attend(layer, query[layer], key[layer], value[layer], output[layer])
+    return output
+
+
+def assert_true(cache, requests, batch, output, tolerance=1e-5):
+    start = 0
+    for row, count in batch:
+        expected, live = TRUTH[row]
+        now = slice(requests.seen[row] - count, requests.seen[row])
+        found = output[:, start : start + count].double()
+        torch.testing.assert_close(found, expected[:, now], rtol=tolerance, atol=tolerance)
+        assert torch.equal(cache.lists.lengths[:, row].long(), live[..., now.stop - 1])
+        start += count
+    used = int(cache.lists.pages(cache.lists.lengths).sum())
+    assert used + int(cache.pool.free.left) == PAGES
+
+
+def test_mixed_batches_attend_to_the_visible_tokens():
+    cache, inputs, requests = new_cache(), new_inputs(), Requests()
+    for batch in BATCHES:
+        output = run_eager(cache, inputs, requests, batch)
+        assert_true(cache, requests, batch, output)
+    assert int(cache.lists.lengths[:, 1].sum()) < 0.8 * requests.seen[1] * LAYERS * HEADS
+
+
+class Captured:
+    """A decode step of SLOTS requests: a replay runs the same calls on the same memory."""
+
+    SLOTS = 4
+
+    def __init__(self, cache, inputs):
+        self.inputs = inputs
+        self.position = torch.zeros(self.SLOTS, dtype=torch.int64)
+        shape = LAYERS, self.SLOTS
+        self.query = torch.zeros(*shape, HEADS * GROUP, SIZE)
+        self.key, self.value = torch.zeros(2, *shape, HEADS, SIZE)
+        self.output = torch.zeros_like(self.query)
+        self._batch = BatchAttention(cache, inputs, self.position, self.SLOTS, [])
+        inputs.set_rows(self.position[:0].int())  # the dummy batch of a capture
+        self.replay()
+
+    def replay(self):
+        for layer in range(LAYERS):
+            each = (x[layer] for x in (self.query, self.key, self.value, self.output))
+            self._batch.attend(layer, *each)
+
+    def run(self, requests, rows):
+        """Write the inputs of some rows, then replay; padding keeps what lay there before."""
+        position, *columns = requests.take([(row, 1) for row in rows])
+        self.inputs.set_rows(torch.tensor(rows, dtype=torch.int32))
+        self.position[: len(rows)] = position
+        for memory, x in zip((self.query, self.key, self.value), columns, strict=True):
+            memory[:, : len(rows)] = x
+        self.replay()
+        return self.output
+
+
+def addresses(cache, inputs):
+    free = cache.pool.free
+    kept = [*cache.view(0)[:4], free.numbers, free.left, free.fault, free.holders]
+    return [x.data_ptr() for x in (*kept, inputs.rows, inputs.angles)]
+
+
+def test_replays_of_one_step_attend_to_the_visible_tokens():
+    cache, inputs, requests = new_cache(), new_inputs(), Requests()
+    step = Captured(cache, inputs)
+    before = addresses(cache, inputs)
+    for batch in BATCHES[:3]:
+        run_eager(cache, inputs, requests, batch)
+    for rows in ([3, 0], [1, 3, 0], [2], [0, 2, 1, 3], [3, 1], [2, 3, 1, 0], [1, 2, 0]):
+        output = step.run(requests, rows)
+        assert_true(cache, requests, [(row, 1) for row in rows], output)
+        assert not output[:, len(rows) :].any()
+    mixed = [(2, 1), (4, 7)]  # with a prompt, between replays
+    assert_true(cache, requests, mixed, run_eager(cache, inputs, requests, mixed))
+    assert_true(cache, requests, [(4, 1), (2, 1)], step.run(requests, [4, 2]))
+    assert addresses(cache, inputs) == before
+
+
+@pytest.mark.parametrize("stored", [None, FP8])
+def test_padding_stores_nothing(stored):
+    cache, inputs, requests = new_cache(stored), new_inputs(), Requests()
+    step = Captured(cache, inputs)
+    run_eager(cache, inputs, requests, [(0, 13), (1, 15)])
+    step.run(requests, [0, 1])
+    state = [x for x in (*cache.view(0), *cache.view(1), *cache.pool.free) if torch.is_tensor(x)]
+    before = [x.clone() for x in state]
+    inputs.set_rows(torch.zeros(0, dtype=torch.int32))  # positions and tokens of rows 0 and 1 stay
+    step.replay()
+    for x, y in zip(state, before, strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def test_fp8_pages_lose_little():
+    cache, inputs, requests = new_cache(FP8), new_inputs(), Requests()
+    for batch in BATCHES:
+        output = run_eager(cache, inputs, requests, batch)
+        assert_true(cache, requests, batch, output, tolerance=0.15)
+    assert cache.view(0).exponents.any()
+
+
+@pytest.mark.parametrize("stored", [None, FP8])
+def test_the_host_never_waits(stored):
+    cache, inputs, requests = new_cache(stored), new_inputs(), Requests()
+    with HostReads("dms_train") as reads:
+        for batch in BATCHES[:4]:
+            run_eager(cache, inputs, requests, batch)
+        cache.held_pages(inputs.rows[:3])
+        cache.free_row(3)
+    assert reads.places == []
+
+
+def test_scratch_memory_does_not_grow_with_every_batch_size():
+    cache, inputs, requests = new_cache(), new_inputs(), Requests()
+    for count in range(1, ROWS + 1):
+        run_eager(cache, inputs, requests, [(row, 1) for row in range(count)])
+    assert sorted(cache._memory) == [1, 2, 4, 8]
