@@ -2,7 +2,7 @@
 
     python -m benchmarks page serve
 
-Reads `serve.json` and `online.json` of every GPU. Nothing is measured here.
+Reads `serve.json`, `online.json` and `vllm_plugin.json` of every GPU. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import ROOT, measured_at, stored_records, write_page
-from benchmarks.serve import online
+from benchmarks.serve import online, vllm_plugin
 from benchmarks.serve.latency import known_gpu, latency_table, summary
 from benchmarks.serve.tables import tables
 
@@ -27,11 +27,15 @@ def write(results: Path, page: Path) -> None:
 
 def parts(results: Path) -> dict[str, str]:
     """Return the texts between the markers, by the name of the markers."""
-    served, streamed = (stored_records(results, f"{n}.json") for n in ("serve", "online"))
+    served, streamed, plugged = (
+        stored_records(results, f"{name}.json") for name in ("serve", "online", "vllm_plugin")
+    )
     return {
         "results": "\n\n".join("\n".join(_served(record)) for record in served),
         "latency": "\n\n".join("\n".join(_predicted(record)) for record in served),
         "online": "\n\n".join("\n".join(_streamed(record)) for record in streamed),
+        "vllm_plugin": "\n\n".join(f"{_device(r)}\n\n{vllm_plugin.tables(r)}" for r in plugged)
+        or "No GPU has been measured yet.",
     }
 
 

@@ -15,9 +15,10 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.serve.case import Case, Steps, figures, prompts
 from benchmarks.serve.models import LONGEST, MEMORY, architecture
@@ -57,16 +58,28 @@ def rows(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return
     for case in args.cases:
         tokens = prompts(case, architecture(args.shape).vocab_size)
-        _run(vllm, llm, tokens[:1], 4)
-        _run(vllm, llm, [ids[:_SHORT] for ids in tokens], 4)
-        prefill = _run(vllm, llm, tokens, 1)
-        yield figures(case, prefill, _run(vllm, llm, tokens, 1 + args.new_tokens))
+        yield measure(vllm, llm, case, tokens, args.new_tokens)
 
 
-def shape_folder(shape: str) -> str:
-    """Write the Hugging Face configuration of a shape and return its folder."""
+def measure(
+    vllm: Any, llm: Any, case: Case, tokens: list[list[int]], new_tokens: int
+) -> dict[str, Any]:
+    """Measure a case after a warm-up.
+
+    Returns:
+        `figures`, and as `live` the tokens of the cache blocks that a sequence holds at its end.
+    """
+    run(vllm, llm, tokens[:1], 4)
+    run(vllm, llm, [ids[:_SHORT] for ids in tokens], 4)
+    prefill, _ = run(vllm, llm, tokens, 1)
+    decode, blocks = run(vllm, llm, tokens, 1 + new_tokens)
+    slots = blocks * llm.llm_engine.vllm_config.cache_config.block_size
+    return figures(case, prefill, decode) | {"live": round(slots / case.sequences)}
+
+
+def write_config(shape: str, folder: Path) -> None:
+    """Write the Hugging Face configuration of the dense model of a shape."""
     a = architecture(shape)
-    folder = tempfile.mkdtemp()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -84,8 +97,7 @@ def shape_folder(shape: str) -> str:
         "tie_word_embeddings": a.tie_word_embeddings,
         "torch_dtype": "bfloat16",
     }
-    (Path(folder) / "config.json").write_text(json.dumps(config))
-    return folder
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def random_weights(shape: str) -> dict[str, Any]:
@@ -93,8 +105,10 @@ def random_weights(shape: str) -> dict[str, Any]:
 
     Prefix caching is off, because the measured prompts repeat those of the warm-up.
     """
+    folder = tempfile.mkdtemp()
+    write_config(shape, Path(folder))
     return {
-        "model": shape_folder(shape),
+        "model": folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -115,44 +129,87 @@ def start(vllm: Any, shape: str, kv_cache_dtype: str, sequences: int, compiled: 
             and every smaller power of two.
         compiled: True to compile prompts; decode steps are captured in any case.
     """
-    powers = {1 << power for power in range(sequences.bit_length())}
-    sizes: dict[str, Any] = {"cudagraph_capture_sizes": sorted(powers | {sequences})}
-    if not compiled:
-        sizes |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return vllm.LLM(
         **random_weights(shape),
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=LONGEST,
         max_num_seqs=sequences,
         attention_backend="FLASH_ATTN",
-        compilation_config=sizes,
+        compilation_config=graphs(sequences, compiled),
     )
 
 
-def _run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> Steps:
-    """Decode all prompts; a step counts if every sequence advanced by one token."""
-    params = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-    engine, marks, together = llm.llm_engine, [], 0
+def graphs(sequences: int, compiled: bool) -> dict[str, Any]:
+    """Return vLLM's compilation settings; arguments as in `start`."""
+    powers = {1 << power for power in range(sequences.bit_length())}
+    sizes: dict[str, Any] = {"cudagraph_capture_sizes": sorted(powers | {sequences})}
+    return sizes if compiled else sizes | {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+class Mark(NamedTuple):
+    """State of an engine after one of its steps.
+
+    Attributes:
+        at: Time in seconds.
+        counts: Generated tokens of each running request.
+        blocks: Blocks of the KV cache in use.
+    """
+
+    at: float
+    counts: list[int]
+    blocks: int
+
+
+@contextmanager
+def marked(llm: Any) -> Iterator[list[Mark]]:
+    """Record every step of an engine that runs in this process."""
+    marks: list[Mark] = []
+    engine = llm.llm_engine
     plain, scheduler = engine.step, engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
 
     def step() -> Any:
-        nonlocal together
         outputs = plain()
         counts = [request.num_output_tokens for request in scheduler.running]
-        together = max(together, sum(count > 0 for count in counts))
-        if len(counts) == len(tokens) and min(counts) > 0:
-            marks.append((time.perf_counter(), sum(counts)))
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM never grants one
+        marks.append(Mark(time.perf_counter(), counts, used))
         return outputs
 
     engine.step = step
-    before = time.perf_counter()
     try:
-        llm.generate([{"prompt_token_ids": ids} for ids in tokens], params, use_tqdm=False)
+        yield marks
     finally:
         engine.step = plain
-    pairs = pairwise(marks)
-    steps = [b[0] - a[0] for a, b in pairs if b[1] - a[1] == len(tokens)]
-    return Steps(time.perf_counter() - before, steps, together)
+
+
+def pure_decode_steps(marks: list[Mark]) -> dict[int, list[float]]:
+    """Return the seconds of steps in which every running sequence advanced by one token.
+
+    The key is the number of sequences.
+    """
+    steps: dict[int, list[float]] = {}
+    for before, after in pairwise(marks):
+        size = len(after.counts)
+        all_decode = size == len(before.counts) and min(before.counts, default=0) > 0
+        if all_decode and sum(after.counts) - sum(before.counts) == size:
+            steps.setdefault(size, []).append(after.at - before.at)
+    return steps
+
+
+def run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> tuple[Steps, int]:
+    """Decode all prompts; return their steps and the blocks in use at the end of decoding.
+
+    A step counts if every sequence advanced by one token.
+    """
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    before = time.perf_counter()
+    with marked(llm) as marks:
+        llm.generate([{"prompt_token_ids": ids} for ids in tokens], params, use_tqdm=False)
+    seconds = time.perf_counter() - before
+    together = max(sum(count > 0 for count in mark.counts) for mark in marks)
+    held = [mark.blocks for mark in marks if len(mark.counts) == len(tokens)]
+    steps = pure_decode_steps(marks).get(len(tokens), [])
+    return Steps(seconds, steps, together), held[-1] if held else 0
 
 
 if __name__ == "__main__":

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.serve.models import random_model
+from benchmarks.serve.peer import write_config
 from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.export.writer import write_export
 from dms_train.inference.models.decoder import Decoder
 
 _KEPT = 0.125  # share of the tokens beyond the window that is kept
+
+
+class RandomFolders(NamedTuple):
+    """Model directories of a shape.
+
+    Attributes:
+        dms: Export.
+        dense: Dense model with the same weights, as links to those of the export.
+    """
+
+    dms: Path
+    dense: Path
+
+
+def random_folders(shape: str, root: Path, device: torch.device) -> RandomFolders:
+    """Return the model directories of a shape; write them if they are missing.
+
+    Args:
+        shape: Model, one of `benchmarks.serve.models.SHAPES`.
+        root: Folder of all shapes.
+        device: Device on which weights are drawn.
+    """
+    folders = RandomFolders(*(root.absolute() / shape / name for name in RandomFolders._fields))
+    if not folders.dense.exists():  # written last
+        shutil.rmtree(folders.dms.parent, ignore_errors=True)
+        write_random_export(shape, folders.dms, device)
+        unfinished = folders.dense.with_suffix(".part")
+        unfinished.mkdir()
+        write_config(shape, unfinished)
+        for file in folders.dms.glob("*.safetensors*"):
+            (unfinished / file.name).symlink_to(file)
+        unfinished.rename(folders.dense)
+    return folders
 
 
 def write_random_export(shape: str, directory: Path, device: torch.device) -> None:

@@ -6,6 +6,7 @@ These values are needed before process groups exist.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 
 def rank() -> int:
@@ -27,6 +28,11 @@ def job() -> str:
     """Return the SLURM job and its number of restarts, such as `4711.0`; empty outside SLURM."""
     number = os.environ.get("SLURM_JOB_ID")
     return f"{number}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if number else ""
+
+
+def variables() -> Mapping[str, str]:
+    """Return all environment variables of this process."""
+    return os.environ
 
 
 def api_key() -> str | None:

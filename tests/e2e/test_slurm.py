@@ -461,3 +461,32 @@ def test_an_array_evaluates_and_a_task_that_is_requeued_continues(site: Site) ->
         for name in ("array", "whole")
     )
     assert merged == whole
+
+
+def test_a_server_has_replicas_on_every_node(site: Site) -> None:
+    folder = site.root / "server"
+    folder.mkdir()
+    program = folder / "vllm"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    script = str(launch.ROOT / "slurm" / "serve.sbatch")
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {**site.slurm.environment, "PATH": path, "REPLICAS_PER_NODE": "3"}
+    subprocess.run(
+        [
+            *("sbatch", "--wait", "--nodes=2", "--cpus-per-task=2", f"--chdir={folder}"),
+            *(script, "EXPORT", "--served-model-name", "a name"),
+        ],
+        env=launch.environment(**given),
+        timeout=300,
+        check=False,
+    )
+    (log,) = folder.glob("dms-vllm-*.log")
+    job = int(log.stem.rpartition("-")[2])
+    common = (
+        "serve EXPORT --served-model-name a name --data-parallel-size 6 "
+        "--data-parallel-size-local 3 --data-parallel-address 127.0.0.1 "
+        f"--data-parallel-rpc-port {20000 + job}"
+    )
+    headless = f"{common} --headless --data-parallel-start-rank 3"
+    assert sorted(log.read_text().splitlines()) == [common, headless]

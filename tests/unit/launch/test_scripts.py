@@ -84,6 +84,7 @@ def test_templates_contain_no_cluster_options_and_no_logic() -> None:
             "exec bash ",
             "exec dms-data ",
             "exec dms-eval ",
+            "exec srun ",
         )
         assert [line for line in lines if not line.startswith(allowed)] == []
         assert not re.search(r"--(account|partition|qos)", file.read_text())

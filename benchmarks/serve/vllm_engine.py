@@ -1,0 +1,212 @@
+"""One engine of vLLM on a model directory, with or without DMS: one JSON line for each result.
+
+    python -m benchmarks.serve.vllm_engine steps FOLDER 1x8192 32x8192
+    python -m benchmarks.serve.vllm_engine capacity FOLDER 64x32768 --cache-bytes 19327352832
+    python -m benchmarks.serve.vllm_engine storm FOLDER 200x1024 --blocks 400
+
+The benchmark `serve vllm_plugin` starts this module. The engine runs in this process, so that its
+steps can be observed. A folder that names an architecture of the plugin is served with DMS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serve.case import FEWEST, Case, prompts
+from benchmarks.serve.models import LONGEST, MEMORY
+from benchmarks.serve.ours import skipped
+from benchmarks.serve.peer import graphs, marked, measure, pure_decode_steps
+from dms_train.vllm_plugin.errors import PluginError
+
+STORM_SEQUENCES = 64  # requests of the storm that run at the same time
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("cases", nargs="+", type=Case.parse)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--eager-prefill", action="store_true", help="graphs for decoding only")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--cache-bytes", type=int, help="of capacity")
+    parser.add_argument("--blocks", type=int, default=0, help="of the storm; 0: enough for all")
+    args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its steps are watched in this process
+    os.environ["VLLM_PLUGINS"] = ""  # plain vLLM has no plugin; ours is registered below
+    args.dms, args.vocab = _read_config(args.folder)
+    vllm: Any = importlib.import_module("vllm")
+    if args.dms:
+        importlib.import_module("dms_train.vllm_plugin.plugin").register()
+    for row in rows(vllm, args):
+        print(json.dumps({"engine": f"vLLM {vllm.__version__}", **row}), flush=True)
+
+
+def _read_config(folder: Path) -> tuple[bool, int]:
+    """Return whether a model evicts tokens, and the size of its vocabulary."""
+    config = json.loads((folder / "config.json").read_text())
+    return config["architectures"][0].endswith("DMS"), config["vocab_size"]
+
+
+class Refused(Exception):
+    """vLLM does not start with these options."""
+
+
+def rows(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure the cases; if the engine does not start, they have the reason in `skipped`."""
+    try:
+        yield from PARTS[args.part](vllm, args)
+    except Refused as error:
+        yield from skipped(args.cases, error)
+
+
+def start(vllm: Any, args: argparse.Namespace, sequences: int, **more: Any) -> Any:
+    """Start an offline engine.
+
+    Args:
+        vllm: The package.
+        args: Options of this module.
+        sequences: Largest number of concurrent sequences.
+        **more: Further arguments of `vllm.LLM`, or others instead of those chosen here.
+
+    Raises:
+        Refused: The plugin refuses an option, or the cache cannot hold one sequence.
+    """
+    chosen = {
+        "model": str(args.folder),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "generation_config": "vllm",
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "gpu_memory_utilization": MEMORY,
+        "max_model_len": LONGEST,
+        "max_num_seqs": sequences,
+        "compilation_config": graphs(sequences, not args.eager_prefill),
+    }
+    if not args.dms:  # the plugin chooses both itself
+        chosen |= {"attention_backend": "FLASH_ATTN", "enable_prefix_caching": False}
+    try:
+        return vllm.LLM(**{**chosen, **more})
+    except (ValueError, PluginError) as error:
+        raise Refused(str(error)) from error
+
+
+def steps(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield decode steps and prefill of each case, as `benchmarks.serve.peer` measures them."""
+    llm = start(vllm, args, max(case.sequences for case in args.cases))
+    for case in args.cases:
+        yield measure(vllm, llm, case, prompts(case, args.vocab), args.new_tokens)
+
+
+def capacity(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield how many of the given sequences decode at once in a cache of `--cache-bytes`.
+
+    All prompts wait. The engine admits as many as fit, and the measurement ends with the first
+    finished sequence.
+    """
+    for case in args.cases:
+        longest = case.context + args.new_tokens
+        limits = {"max_model_len": longest, "kv_cache_memory_bytes": args.cache_bytes}
+        llm = start(vllm, args, case.sequences, **limits)
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True)
+        engine = llm.llm_engine
+        for number, ids in enumerate(prompts(case, args.vocab)):
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        with marked(llm) as marks:
+            while not any(output.finished for output in engine.step()):
+                pass
+        yield case._asdict() | _plateau(pure_decode_steps(marks), case)
+
+
+def _plateau(found: dict[int, list[float]], case: Case) -> dict[str, Any]:
+    """Return the largest batch that decoded for several steps, and its speed."""
+    sizes = [size for size, seconds in found.items() if len(seconds) >= FEWEST]
+    if not sizes:
+        return {"skipped": f"no batch decoded {FEWEST} steps before the first sequence ended"}
+    most = max(sizes)
+    seconds = statistics.median(found[most])
+    return {
+        "together": most,
+        "tokens": most * case.context,
+        "step_ms": round(1e3 * seconds, 3),
+        "tokens_s": round(most / seconds),
+    }
+
+
+def storm(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the tokens of many requests of different lengths in a pool of `--blocks`, in float32.
+
+    Preemptions, the most blocks in use, and what did not come back stand beside them.
+    """
+    (case,) = args.cases
+    together, longest = min(STORM_SEQUENCES, case.sequences), case.context + args.new_tokens
+    room = together * (longest // 16 + 3)  # without eviction, for vLLM's smallest block
+    llm = start(
+        vllm, args, together, dtype="float32", max_model_len=longest, gpu_memory_utilization=0.5,
+        num_gpu_blocks_override=args.blocks or room,
+    )  # fmt: skip
+    core = llm.llm_engine.engine_core.engine_core
+    with marked(llm) as marks, _preemptions(core.scheduler) as preempted:
+        outputs = llm.generate(*_storm_work(vllm, args), use_tqdm=False)
+    core.model_executor.execute_model(core.scheduler.schedule())  # tells of the last finished ones
+    (free_pages,) = llm.apply_model(lambda model: int(model.retrofit.cache.pool.free.left))
+    (pages,) = llm.apply_model(lambda model: model.retrofit.cache.pool.max_pages)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    yield {
+        **case._asdict(),
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "preemptions": len(preempted),
+        "blocks": pool.num_gpu_blocks,
+        "most_blocks": max(mark.blocks for mark in marks),
+        "missing_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "missing_pages": pages - free_pages,
+    }
+
+
+def _storm_work(vllm: Any, args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    """Return prompts of 1 to `context` tokens, and parameters for 2 to `--new-tokens`."""
+    (case,) = args.cases
+    draw = random.Random(0)
+    work = [
+        {"prompt_token_ids": ids[: draw.randint(1, case.context)]}
+        for ids in prompts(case, args.vocab)
+    ]
+    params = [
+        vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        for new in (draw.randint(2, args.new_tokens) for _ in work)
+    ]
+    return work, params
+
+
+@contextmanager
+def _preemptions(scheduler: Any) -> Iterator[list[str]]:
+    """Collect the ids of preempted requests, once for each preemption."""
+    preempted: list[str] = []
+    plain = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        preempted.extend(output.preempted_req_ids or ())
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        yield preempted
+    finally:
+        scheduler.schedule = plain
+
+
+PARTS = {"steps": steps, "capacity": capacity, "storm": storm}
+
+if __name__ == "__main__":
+    main()

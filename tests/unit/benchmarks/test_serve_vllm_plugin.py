@@ -1,0 +1,195 @@
+"""The benchmark of the vLLM plugin with a stand-in for the engine: order, resuming, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.serve import vllm_engine, vllm_plugin
+from benchmarks.serve.case import Case
+from benchmarks.serve.peer import Mark, marked, pure_decode_steps
+from benchmarks.serve.vllm_plugin import ON_CPU
+
+ENGINE = """\
+import json, os, sys
+part, folder, *words = sys.argv[1:]
+with open(os.environ["CALLS"], "a") as file:
+    print(*sys.argv[1:], file=file)
+row = {"engine": "vLLM 0", "step_ms": 2.0, "step_ms_spread": [1.0, 3.0], "prefill_tok_s": 5}
+if part == "capacity":
+    row = {"engine": "vLLM 0", "together": 2, "step_ms": 2.0, "tokens_s": 1000}
+for word in words:
+    if "x" in word:
+        row["sequences"], row["context"] = map(int, word.split("x"))
+        if part == "storm":
+            blocks = int(words[words.index("--blocks") + 1])
+            row |= {"tokens": [[1, 2], [3, 4 + blocks]], "most_blocks": 40, "blocks": blocks}
+            row |= {"preemptions": 7, "missing_blocks": 0, "missing_pages": 0}
+        print(json.dumps(row), flush=True)
+        if part == "steps" and "FAIL" in os.environ:
+            sys.exit(3)
+"""
+
+
+@pytest.fixture
+def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the benchmark with the stand-in; (exit code, cases, calls of the engine)."""
+    program, calls = tmp_path / "engine.py", tmp_path / "calls"
+    program.write_text(ENGINE)
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("DMS_COMMIT", "0123456789")
+    words = ["serve", "vllm_plugin", "--device", "cpu", "--models", str(tmp_path / "models")]
+    words += ["--output", str(tmp_path), "--engine", f"{sys.executable} {program}"]
+
+    def _run(*more: str) -> tuple[int, list[dict[str, Any]], list[str]]:
+        calls.write_text("")
+        code = main([*words, *more])
+        (file,) = tmp_path.glob("*/vllm_plugin.json")
+        return code, json.loads(file.read_text())["cases"], calls.read_text().splitlines()
+
+    return _run
+
+
+def test_only_what_is_missing_is_measured_again(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL", "1")
+    code, cases, calls = benchmark("--modes", "default")
+    assert code == 1
+    assert [call.split()[0] for call in calls] == ["steps", "capacity", "storm", "storm"]
+    (failed,) = [case for case in cases if "failed" in case]
+    assert "exit code 3" in failed["failed"]
+    assert (failed["part"], Case(failed["sequences"], failed["context"])) == (
+        "steps",
+        ON_CPU.steps[1],
+    )
+    monkeypatch.delenv("FAIL")
+    code, cases, calls = benchmark("--modes", "default")
+    assert code == 0
+    (call,) = calls
+    assert call.split()[0] == "steps"
+    assert f" {ON_CPU.steps[1].word} " in call
+    assert ON_CPU.steps[0].word not in call
+    assert len(cases) == len(ON_CPU.steps) + 2
+    monkeypatch.setenv("DMS_COMMIT", "9876543210")
+    _, cases, calls = benchmark("--modes", "default", "--parts", "capacity")
+    assert [call.split()[0] for call in calls] == ["capacity"]
+    assert len(cases) == len(ON_CPU.steps) + 2
+
+
+def test_the_cache_holds_as_many_dense_sequences_of_every_shape(benchmark: Any) -> None:
+    _, _, (call,) = benchmark("--parts", "capacity", "--modes", "default")
+    # 2 layers of 2 heads of 32 channels, keys and values of 2 bytes
+    expected = 4.5 * ON_CPU.capacity.context * 2 * 2 * 32 * 2 * 2
+    assert call.split()[call.split().index("--cache-bytes") + 1] == f"{expected:.0f}"
+    assert vllm_plugin._cache_bytes("Llama-3.1-8B", 32768) == 18 * 2**30
+
+
+def test_the_storm_runs_again_in_a_quarter_of_the_blocks(benchmark: Any) -> None:
+    _, (storm,), calls = benchmark("--parts", "storm")
+    assert [call.partition("--blocks ")[2] for call in calls] == ["0", "10"]
+    assert storm["blocks"] == 10
+    assert storm["blocks_with_room"] == 40
+    assert (storm["equal"], storm["tokens"]) == (1, 4)
+
+
+def test_both_models_have_the_same_weights(benchmark: Any, tmp_path: Path) -> None:
+    benchmark("--ways", "dms,dense-fp8", "--parts", "steps", "--modes", "decode-graphs")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    dms, dense = (Path(call.split()[1]) for call in calls)
+    assert calls[0].endswith("--kv-cache-dtype auto --eager-prefill")
+    assert calls[1].endswith("--kv-cache-dtype fp8 --eager-prefill")
+    files = [folder / "model.safetensors" for folder in (dms, dense)]
+    assert files[0].samefile(files[1])
+    names = [json.loads((f / "config.json").read_text())["architectures"][0] for f in (dms, dense)]
+    assert names == ["LlamaForCausalLMDMS", "LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--new-tokens", "3", "--engine", "python"], "--new-tokens 3: at least 16"),
+        ([], "vllm is not installed; --engine names a Python that has it"),
+    ],
+)
+def test_a_run_that_cannot_be_measured_is_refused(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(vllm_plugin.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "vllm_plugin", "--device", "cpu", *words])
+    assert message in capsys.readouterr().err
+
+
+def row(way: str, step_ms: float, mode: str = "default", **more: Any) -> dict[str, Any]:
+    case = {"part": "steps", "shape": "small", "sequences": 8, "context": 8192}
+    spread = {"step_ms_spread": [step_ms, step_ms], "prefill_tok_s": 1000 / step_ms}
+    return {"way": way, "mode": mode, "step_ms": step_ms, **spread, **case, **more}
+
+
+def test_the_faster_mode_of_each_way_is_compared() -> None:
+    rows = [
+        row("dms", 2.0),
+        row("dense", 5.0),
+        row("dense", 4.0, mode="decode-graphs"),
+        row("dense-fp8", 3.0),
+    ]
+    text = vllm_plugin.tables({"cases": rows, "cache_sequences": 4.5})
+    _, _, steps = text.split("\n\n")[1].splitlines()
+    cells = [cell.strip() for cell in steps.split("|")[3:-1]]
+    assert cells == ["2.00", "", "4.00", "3.00", "2.00", "1.50"]
+    _, _, prefill = text.split("\n\n")[3].splitlines()
+    assert [cell.strip() for cell in prefill.split("|")[-3:-1]] == ["2.00", "1.50"]
+
+
+def test_steps_with_a_prompt_or_a_change_of_the_batch_do_not_count() -> None:
+    counts = [[1, 0], [2, 1], [3, 2], [4, 3], [5, 4, 0], [6, 5, 1], [7, 6, 2], [7, 3]]
+    marks = [Mark(float(at**2), each, 0) for at, each in enumerate(counts)]
+    assert pure_decode_steps(marks) == {2: [3.0, 5.0], 3: [11.0]}
+
+
+def test_steps_are_recorded_with_the_blocks_in_use() -> None:
+    requests = [SimpleNamespace(num_output_tokens=2), SimpleNamespace(num_output_tokens=0)]
+    pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 4)
+    scheduler = SimpleNamespace(running=requests, kv_cache_manager=SimpleNamespace(block_pool=pool))
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    engine = SimpleNamespace(engine_core=core, step=lambda: "outputs")
+    plain = engine.step
+    with marked(SimpleNamespace(llm_engine=engine)) as marks:
+        assert engine.step() == "outputs"
+    assert engine.step is plain
+    assert [(mark.counts, mark.blocks) for mark in marks] == [([2, 0], 5)]
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    given = {"part": "steps", "folder": Path("export"), "cases": [Case(2, 8), Case(1, 8)]}
+    given |= {"kv_cache_dtype": "auto", "eager_prefill": True, "dms": True, "vocab": 9}
+    return argparse.Namespace(**{**given, **changes})
+
+
+def test_plain_vllm_gets_its_attention_and_the_plugin_chooses_its_own() -> None:
+    given: list[dict[str, Any]] = []
+    vllm = SimpleNamespace(LLM=lambda **words: given.append(words))
+    for dms in (True, False):
+        vllm_engine.start(vllm, arguments(dms=dms), 2)
+    plugin, plain = given
+    assert plain == {**plugin, "attention_backend": "FLASH_ATTN", "enable_prefix_caching": False}
+
+
+def test_an_engine_that_does_not_start_gives_rows_with_the_reason() -> None:
+    def refuse(**_: object) -> None:
+        raise ValueError("the cache holds no sequence\nadvice")
+
+    rows = list(vllm_engine.rows(SimpleNamespace(LLM=refuse), arguments()))
+    assert [row["sequences"] for row in rows] == [2, 1]
+    assert {row["skipped"] for row in rows} == {"the cache holds no sequence"}

@@ -1,0 +1,174 @@
+"""vLLM's HTTP server with the plugin, and the official client of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="pip install 'dms-train[vllm]'")
+pytest.importorskip("model_hosting_container_standards", reason="vLLM's server needs it")
+
+from openai import OpenAI
+
+from benchmarks.word_tokenizer import EOD, write_word_tokenizer
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import SamplingParams
+from dms_train.launch.serve import command
+from tests.support.launch import free_ports
+from tests.unit.inference.conftest import tiny_architecture
+from tests.unit.vllm_plugin.conftest import ROOT
+from tests.unit.vllm_plugin.test_engine import EXPORTS, NEW_TOKENS, PROMPTS, write
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+START_SECONDS = 900
+
+
+# Reads a command line as `vllm serve` does.
+PARSER = """
+import json, sys
+import tests.support.vllm_server
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+values = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
+names = [name for name in values if name.startswith("data_parallel_")]
+print(json.dumps({name: values[name] for name in ["headless", "model_tag", "port", *names]}))
+"""
+
+
+def test_vllm_reads_the_options_of_a_job(vllm_environment: dict[str, str]) -> None:
+    job = {"SLURM_NNODES": "3", "SLURM_NODEID": "1", "SLURM_JOB_ID": "70123"}
+    job |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_GPUS_ON_NODE": "8"}
+    words = command(["EXPORT", "--port", "8001"], job)
+    done = subprocess.run(
+        [sys.executable, "-c", PARSER, *words[2:]],
+        env=vllm_environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = {"headless": True, "model_tag": "EXPORT", "port": 8001}
+    expected |= {"data_parallel_size": 24, "data_parallel_size_local": 8}
+    expected |= {"data_parallel_address": "10.0.0.7", "data_parallel_rpc_port": 30123}
+    expected |= {"data_parallel_start_rank": 8}
+    assert {name: found[name] for name in expected} == expected
+
+
+@dataclass
+class Server:
+    """A server, and the export that it serves."""
+
+    model: str
+    url: str
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=1200)
+
+    def get(self, route: str) -> str:
+        with urllib.request.urlopen(self.url + route, timeout=60) as answer:
+            return answer.read().decode()
+
+
+def wait_until_healthy(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            server.get("/health")
+        except OSError:
+            time.sleep(1)
+        else:
+            return
+    raise AssertionError(log.read_text()[-3000:])
+
+
+@pytest.fixture(scope="module")
+def server(vllm_environment: dict[str, str], tmp_path_factory: Any) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    model = write(folder / "export", *EXPORTS["llama-dms"])
+    words = [EOD, *(f"w{number}" for number in range(1, tiny_architecture("llama").vocab_size))]
+    write_word_tokenizer(Path(model), tuple(words))
+    port = str(free_ports(1)[0])
+    environment = {**vllm_environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.vllm_server", model, port],
+            env=environment,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+        )
+    found = Server(model, f"http://127.0.0.1:{port}")
+    try:
+        wait_until_healthy(found, process, folder / "log")
+        yield found
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_the_client_gets_the_tokens_of_the_own_engine(server: Server) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = LLM(server.model, dtype="float32").generate(PROMPTS, params)
+    assert server.client.models.list().data[0].id == server.model
+    answer = server.client.completions.create(
+        model=server.model,
+        prompt=PROMPTS,
+        max_tokens=NEW_TOKENS,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
+    found = [choice.token_ids for choice in sorted(answer.choices, key=lambda c: c.index)]
+    assert found == [output.outputs[0].token_ids for output in outputs]
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_own_engine(server: Server) -> None:
+    """The client of lm-evaluation-harness reads these; the prompt takes two chunks."""
+    prompt = PROMPTS[2]
+    answer = server.client.completions.create(
+        model=server.model, prompt=prompt, max_tokens=1, echo=True, logprobs=1, temperature=0
+    )
+    assert answer.choices[0].logprobs is not None
+    first, *found = answer.choices[0].logprobs.token_logprobs[: len(prompt)]
+    scores = LLM(server.model, dtype="float32").logits(prompt).log_softmax(1)
+    expected = scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert first is None
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
+    asked: dict[str, Any] = {"model": server.model, "prompt": PROMPTS[1], "temperature": 0}
+    asked |= {"max_tokens": NEW_TOKENS, "extra_body": {"ignore_eos": True}}
+    whole = server.client.completions.create(**asked).choices[0].text
+    parts = [
+        part.choices[0].text for part in server.client.completions.create(**asked, stream=True)
+    ]
+    assert len(whole.split()) == NEW_TOKENS
+    assert len(parts) > 1
+    assert "".join(parts) == whole
+
+
+def test_the_cache_is_empty_afterwards(server: Server) -> None:
+    lines = server.get("/metrics").splitlines()
+    values = {
+        line.partition("{")[0]: float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("vllm:")
+    }
+    assert values["vllm:generation_tokens_total"] >= NEW_TOKENS * len(PROMPTS)
+    assert values["vllm:kv_cache_usage_perc"] == 0
