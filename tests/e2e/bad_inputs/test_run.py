@@ -304,7 +304,7 @@ CASES = {
         kind="warning",
         facts=("RUN/checkpoints/step_00000003", "__0_0", "use"),
         code=0,
-        changes=(*_BEGUN, "run/checkpoints/step_0000000[34]*", "run/exports", "run/exports/*"),
+        changes=(*_BEGUN, "run/checkpoints/step_0000000[234]*", "run/weights*", "run/exports*"),
         starts=True,
     ),
     "load-flipped-bit": Case(
