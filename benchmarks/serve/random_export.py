@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.serve.models import random_model
+from benchmarks.serve.models import KEPT, WINDOW, random_model
 from benchmarks.serve.peer import write_config
 from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.export.writer import write_export
 from dms_train.inference.models.decoder import Decoder
 
-_KEPT = 0.125  # share of the tokens beyond the window that is kept
+_SETTINGS_FILE = "random_weights.json"
+_SETTINGS = {"kept": KEPT, "window": WINDOW}
 
 
 class RandomFolders(NamedTuple):
@@ -39,9 +41,13 @@ def random_folders(shape: str, root: Path, device: torch.device) -> RandomFolder
         root: Folder of all shapes.
         device: Device on which weights are drawn.
     """
-    folders = RandomFolders(*(root.absolute() / shape / name for name in RandomFolders._fields))
-    if not folders.dense.exists():  # written last
-        shutil.rmtree(folders.dms.parent, ignore_errors=True)
+    home = root.absolute() / shape
+    folders = RandomFolders(*(home / name for name in RandomFolders._fields))
+    if not folders.dense.exists() or _settings_of(home) != _SETTINGS:  # `dense` is written last
+        refuse_other_models(root, shape)
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        (home / _SETTINGS_FILE).write_text(json.dumps(_SETTINGS))
         write_random_export(shape, folders.dms, device)
         unfinished = folders.dense.with_suffix(".part")
         unfinished.mkdir()
@@ -52,6 +58,18 @@ def random_folders(shape: str, root: Path, device: torch.device) -> RandomFolder
     return folders
 
 
+def refuse_other_models(root: Path, shape: str) -> None:
+    """Refuse a folder of models in which this module did not write the shape; ValueError."""
+    home = root.absolute() / shape
+    if home.exists() and _settings_of(home) is None:
+        raise ValueError(f"{home}: is not of this benchmark; choose another folder with --models")
+
+
+def _settings_of(home: Path) -> dict[str, float] | None:
+    file = home / _SETTINGS_FILE
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
 def write_random_export(shape: str, directory: Path, device: torch.device) -> None:
     """Write a DMS export.
 
@@ -60,13 +78,13 @@ def write_random_export(shape: str, directory: Path, device: torch.device) -> No
         directory: Folder of the export.
         device: Device on which weights are drawn.
     """
-    model = random_model(shape, _KEPT, device, torch.bfloat16)
+    model = random_model(shape, KEPT, device, torch.bfloat16)
     write_export(
         directory,
         architecture=model.architecture,
         spec=model.spec,
         cr_factor=None,
-        target_cr=1 / _KEPT,
+        target_cr=1 / KEPT,
         dtype=torch.bfloat16,
         export_format="dms",
         weights=_named(model.decoder),

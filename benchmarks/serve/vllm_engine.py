@@ -105,7 +105,13 @@ def steps(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield decode steps and prefill of each case, as `benchmarks.serve.peer` measures them."""
     llm = start(vllm, args, max(case.sequences for case in args.cases))
     for case in args.cases:
-        yield measure(vllm, llm, case, prompts(case, args.vocab), args.new_tokens)
+        row = measure(vllm, llm, case, prompts(case, args.vocab), args.new_tokens)
+        yield row | _graphs(llm)
+
+
+def _graphs(llm: Any) -> dict[str, str]:
+    """Return the mode of CUDA graphs that the engine has chosen."""
+    return {"graphs": llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name}
 
 
 def capacity(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -125,7 +131,7 @@ def capacity(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with marked(llm) as marks:
             while not any(output.finished for output in engine.step()):
                 pass
-        yield case._asdict() | _plateau(pure_decode_steps(marks), case)
+        yield case._asdict() | _graphs(llm) | _plateau(pure_decode_steps(marks), case)
 
 
 def _plateau(found: dict[int, list[float]], case: Case) -> dict[str, Any]:

@@ -4,8 +4,9 @@
 
 All engines run vLLM, on one directory of random weights for each shape: with the plugin of this
 project (`dms`), and without it on the same weights with a bf16 (`dense`) or an FP8 KV cache. Each
-runs in the default mode and with graphs for decoding only; the tables show the faster mode. Every
-engine has its own process. `--engine` is its command, for a Python that has vllm.
+runs in the default mode, and without compilation but with graphs for decoding; the tables show the
+faster mode. `graphs` is what vLLM made of the mode: the plugin may not support it. Every engine has
+its own process. `--engine` is its command, for a Python that has vllm.
 
 - steps: decode steps and prefill, as in the benchmark `serve`. `live` counts the cache slots of the
   blocks that a sequence holds.
@@ -13,7 +14,8 @@ engine has its own process. `--engine` is its command, for a Python that has vll
 - storm: 200 requests of a small model in float32, with a pool for all, then with a quarter of the
   blocks that they used. Their tokens are compared, and all blocks and pages must come back.
 
-A result is written at once. The same command at the same commit measures only what is missing.
+A result is written at once. The same command at the same commit measures only what is missing;
+give another version of vLLM another `--output`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from benchmarks.records import ROOT, Table, measured_at
 from benchmarks.serve.case import FEWEST, Case
 from benchmarks.serve.models import ENGINE, KEPT, SERVING_PAGE, SHAPES, WINDOW, architecture
 from benchmarks.serve.processes import printed_rows
-from benchmarks.serve.random_export import random_folders
+from benchmarks.serve.random_export import random_folders, refuse_other_models
 from benchmarks.serve.tables import by_case
 from benchmarks.tables import Column, field, table
 
@@ -51,7 +53,7 @@ WAYS = {
 }
 MODES: dict[str, list[str]] = {"default": [], "decode-graphs": ["--eager-prefill"]}
 CACHE_SEQUENCES = 4.5  # of the capacity; 18 GiB for Llama-3.1-8B
-_KEY = ("part", "way", "mode", "shape", "sequences", "context")
+_KEY = ("part", "way", "mode", "shape", "sequences", "context", "new_tokens")
 Row = dict[str, Any]
 
 
@@ -127,7 +129,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: Args) -> None:
-    """Refuse too few steps, and a Python without vLLM."""
+    """Refuse too few steps, models of the user in `--models`, and a Python without vLLM."""
+    for shape in SHAPES:
+        refuse_other_models(args.models, shape)
     if args.new_tokens < 2 * FEWEST:  # the first and the last tokens are not measured
         raise ValueError(f"--new-tokens {args.new_tokens}: at least {2 * FEWEST}")
     if args.engine == ENGINE_COMMAND and importlib.util.find_spec("vllm") is None:
@@ -181,21 +185,18 @@ def _finished(args: Args) -> set[tuple[Any, ...]]:
 def _missing(names: Row, args: Args, finished: set[tuple[Any, ...]]) -> Run | None:
     """Return an engine with the cases that are not finished; None if all are."""
     sizes = _sizes(args)
-    by_part: dict[str, tuple[tuple[Case, ...], list[str]]] = {
-        "steps": (sizes.steps, ["--new-tokens", str(args.new_tokens)]),
-        "capacity": (
-            (sizes.capacity,),
-            [
-                *("--new-tokens", str(sizes.growth)),
-                *("--cache-bytes", str(_cache_bytes(names["shape"], sizes.capacity.context))),
-            ],
-        ),
-        "storm": ((sizes.storm,), ["--new-tokens", str(sizes.storm_tokens)]),
+    by_part: dict[str, tuple[tuple[Case, ...], int]] = {
+        "steps": (sizes.steps, args.new_tokens),
+        "capacity": ((sizes.capacity,), sizes.growth),
+        "storm": ((sizes.storm,), sizes.storm_tokens),
     }
-    cases, words = by_part[names["part"]]
+    cases, new_tokens = by_part[names["part"]]
+    names = {**names, "new_tokens": new_tokens}
     missing = [case for case in cases if _key({**names, **case._asdict()}) not in finished]
     _, _, dtype = WAYS[names["way"]]
-    words += ["--kv-cache-dtype", dtype, *MODES[names["mode"]]]
+    words = ["--new-tokens", str(new_tokens), "--kv-cache-dtype", dtype, *MODES[names["mode"]]]
+    if names["part"] == "capacity":
+        words += ["--cache-bytes", str(_cache_bytes(names["shape"], sizes.capacity.context))]
     return Run(names, missing, words) if missing else None
 
 
@@ -238,7 +239,13 @@ def _command(run: Run, args: Args) -> list[str]:
 def _storm(words: list[str]) -> Iterator[Row]:
     """Run the storm with a pool for all requests and with a quarter of what they used of it."""
     (large,) = printed_rows([*words, "--blocks", "0"])
+    if "skipped" in large:
+        yield large
+        return
     (small,) = printed_rows([*words, "--blocks", str(large["most_blocks"] // 4)])
+    if "skipped" in small:
+        yield small
+        return
     answers = list(zip(large.pop("tokens"), small.pop("tokens"), strict=True))
     yield {
         **small,
@@ -321,6 +328,8 @@ ROWS: tuple[Column, ...] = (
     ("part", field("part")),
     *_NAMES,
     ("engine", lambda row: f"{WAYS[row['way']][0]}, {row['mode']}"),
+    ("version", field("engine")),
+    ("graphs", field("graphs")),
     ("ms a step (20 % to 80 %)", _step),
     ("prefill tokens/s", field("prefill_tok_s", ",")),
     ("live", field("live")),
@@ -333,7 +342,9 @@ STORM: tuple[Column, ...] = (
     ("preemptions", field("preemptions")),
     ("pool, blocks", field("blocks")),
     ("blocks used with room", field("blocks_with_room")),
-    ("missing blocks, pages", lambda r: f"{r['missing_blocks']}, {r['missing_pages']}"),
+    ("missing blocks", field("missing_blocks")),
+    ("missing pages", field("missing_pages")),
+    ("reason", lambda row: str(row.get("skipped") or row.get("failed") or "")),
     ("measured at", measured_at),
 )
 

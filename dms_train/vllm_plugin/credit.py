@@ -110,7 +110,7 @@ class CreditManager(SingleTypeKVCacheManager):
         self._prompts = BlockEstimate(window, ratio, self.block_size)
 
     def observe_prompt(self, account: Account) -> None:
-        """Take a request whose prompt is computed, by its last report, into the estimate."""
+        """Add a finished prompt to the estimate, by the last report of its request."""
         slots = account.pages * self.block_size / self._lists
         self._prompts.observe(account.seen, slots)
 

@@ -16,8 +16,8 @@ class BlockEstimate:
     a preemption, after which the prompt is computed again. A share that is too high only lets a
     prompt wait, until requests that run have finished.
 
-    The compression ratio of the export counts as one prompt. It has as many tokens outside the
-    window as the window has.
+    The compression ratio of the export counts as one prompt, with `window` tokens outside the
+    window.
 
     Args:
         window: Tokens that are never evicted.

@@ -60,6 +60,7 @@ class DMSStatLogger(AggregateStatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         model = vllm_config.model_config
         self._is_active = model.architecture in retrofitted_architectures()
+        self._is_one_of_several = vllm_config.parallel_config._api_process_count > 1
         self._model = model.served_model_name
         self._counts: dict[int, CacheCounts] = {}
         self._preemptions = Counter[int]()
@@ -93,7 +94,12 @@ class DMSStatLogger(AggregateStatLoggerBase):
             ratio.set(counts.compression_ratio)
 
     def log(self) -> None:
-        """Log a line for each engine that had steps since the last line."""
+        """Log a line for each engine that had steps since the last line.
+
+        Nothing is logged if several processes answer HTTP: each knows a part of the requests.
+        """
+        if self._is_one_of_several:
+            return
         for engine, counts in self._counts.items():
             _logger.info(
                 "Engine %03d: DMS page usage: %.1f%%, compression ratio: %.2f, preemptions: %d",

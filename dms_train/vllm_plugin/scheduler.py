@@ -49,7 +49,7 @@ class DMSScheduler(Scheduler):
         manager.expect(read_dms_spec(model).window + 1, read_target_cr(resolve(model)))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step whose tokens fit the free blocks, as far as vLLM can choose them."""
+        """Schedule a step, limited to the tokens that fit the free blocks."""
         self.max_num_scheduled_tokens = self._tokens_that_fit()
         return super().schedule(*args, **kwargs)
 

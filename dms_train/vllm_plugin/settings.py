@@ -99,6 +99,10 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "KV connectors find no data in blocks; remove --kv-transfer-config",
         ),
         (
+            cache.kv_offloading_size,
+            "offloading finds no data in blocks; remove --kv-offloading-size",
+        ),
+        (
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism is not supported; remove --pipeline-parallel-size",
         ),

@@ -467,7 +467,8 @@ def test_a_server_has_replicas_on_every_node(site: Site) -> None:
     folder = site.root / "server"
     folder.mkdir()
     program = folder / "vllm"
-    program.write_text('#!/bin/sh\necho "$@"\n')
+    # the replicas of the second node end, as after a fault; vLLM's exit code is then 0
+    program.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *headless*) ;; *) sleep 600 ;; esac\n')
     program.chmod(0o755)
     script = str(launch.ROOT / "slurm" / "serve.sbatch")
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -489,4 +490,5 @@ def test_a_server_has_replicas_on_every_node(site: Site) -> None:
         f"--data-parallel-rpc-port {20000 + job}"
     )
     headless = f"{common} --headless --data-parallel-start-rank 3"
-    assert sorted(log.read_text().splitlines()) == [common, headless]
+    lines = [line for line in log.read_text().splitlines() if line.startswith("serve ")]
+    assert sorted(lines) == [common, headless]

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.serve import vllm_engine, vllm_plugin
 from benchmarks.serve.case import Case
 from benchmarks.serve.peer import Mark, marked, pure_decode_steps
+from benchmarks.serve.random_export import random_folders
 from benchmarks.serve.vllm_plugin import ON_CPU
 
 ENGINE = """\
@@ -28,7 +30,9 @@ if part == "capacity":
 for word in words:
     if "x" in word:
         row["sequences"], row["context"] = map(int, word.split("x"))
-        if part == "storm":
+        if part == "storm" and "SKIP" in os.environ:
+            row["skipped"] = "the cache is too small"
+        elif part == "storm":
             blocks = int(words[words.index("--blocks") + 1])
             row |= {"tokens": [[1, 2], [3, 4 + blocks]], "most_blocks": 40, "blocks": blocks}
             row |= {"preemptions": 7, "missing_blocks": 0, "missing_pages": 0}
@@ -98,6 +102,51 @@ def test_the_storm_runs_again_in_a_quarter_of_the_blocks(benchmark: Any) -> None
     assert storm["blocks"] == 10
     assert storm["blocks_with_room"] == 40
     assert (storm["equal"], storm["tokens"]) == (1, 4)
+
+
+def test_a_storm_that_does_not_start_has_the_reason(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIP", "1")
+    _, (storm,), calls = benchmark("--parts", "storm")
+    assert storm["skipped"] == "the cache is too small"
+    assert len(calls) == 1
+    assert "the cache is too small" in vllm_plugin.tables({"cases": [storm], "cache_sequences": 1})
+
+
+def test_another_number_of_steps_is_another_result(benchmark: Any) -> None:
+    words = ("--parts", "steps", "--modes", "default", "--new-tokens")
+    benchmark(*words, "64")
+    _, cases, (call,) = benchmark(*words, "128")
+    assert "--new-tokens 128" in call
+    assert sorted(case["new_tokens"] for case in cases) == [64, 64, 128, 128]
+
+
+def test_a_model_of_the_user_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "Llama-3.1-8B" / "model.safetensors"
+    own.parent.mkdir()
+    own.write_bytes(b"mine")
+    words = ["--device", "cpu", "--engine", "python", "--models", str(tmp_path)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "vllm_plugin", *words])
+    assert f"{own.parent}: is not of this benchmark" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is not of this benchmark"):
+        random_folders("Llama-3.1-8B", tmp_path, torch.device("cpu"))
+    assert own.read_bytes() == b"mine"
+
+
+def test_weights_of_other_settings_are_drawn_again(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    first = random_folders("small", tmp_path, device)
+    times = [(first.dms / "config.json").stat().st_mtime_ns]
+    for settings in (None, '{"kept": 0.5, "window": 3}'):
+        if settings is not None:
+            (tmp_path / "small" / "random_weights.json").write_text(settings)
+        assert random_folders("small", tmp_path, device) == first
+        times.append((first.dms / "config.json").stat().st_mtime_ns)
+    assert times[0] == times[1] != times[2]
 
 
 def test_both_models_have_the_same_weights(benchmark: Any, tmp_path: Path) -> None:

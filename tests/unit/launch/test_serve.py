@@ -44,13 +44,46 @@ def test_the_number_of_replicas_can_be_given() -> None:
     ("change", "message"),
     [
         ({"SLURM_GPUS_ON_NODE": ""}, "pass --gpus-per-node to sbatch"),
-        ({"REPLICAS_PER_NODE": "0"}, "REPLICAS_PER_NODE=0: the number of replicas"),
-        ({"REPLICAS_PER_NODE": "two"}, "REPLICAS_PER_NODE=two: the number of replicas"),
+        ({"REPLICAS_PER_NODE": "0"}, "REPLICAS_PER_NODE=0: must be an integer of at least 1"),
+        ({"REPLICAS_PER_NODE": "two"}, "REPLICAS_PER_NODE=two: must be an integer of at least 1"),
     ],
 )
 def test_a_job_without_replicas_is_refused(change: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         command(["EXPORT"], {**JOB, **change})
+
+
+def test_a_replica_has_the_gpus_of_its_ranks() -> None:
+    words = command(["EXPORT", "-tp", "2"], {**JOB, "SLURM_NODEID": "1"})
+    assert words[2:5] == ["EXPORT", "-tp", "2"]
+    assert words[words.index("--data-parallel-size-local") + 1] == "4"
+    assert words[-1] == "4"
+    with pytest.raises(ConfigError, match=r"8 GPUs of a node are not a multiple of .* 3; change"):
+        command(["EXPORT", "--tensor-parallel-size=3"], JOB)
+
+
+@pytest.mark.parametrize("count", [["--api-server-count", "4"], ["--api-server-count=4"]])
+def test_only_the_first_node_has_processes_for_http(count: list[str]) -> None:
+    words = ["EXPORT", *count, "--max-model-len", "64"]
+    first, second = (command(words, {**JOB, "SLURM_NODEID": str(node)}) for node in range(2))
+    assert first[2 : 2 + len(words)] == words
+    assert second[2:6] == ["EXPORT", "--max-model-len", "64", "--data-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name the model first: sbatch slurm/serve.sbatch EXPORT"),
+        (["--max-model-len", "64"], "name the model first"),
+        (["EXPORT", "--data-parallel-size=4"], "--data-parallel-size: the job sets it; remove it"),
+        (["EXPORT", "--headless"], "--headless: the job sets it; remove it"),
+    ],
+)
+def test_words_that_vllm_would_take_for_something_else_are_refused(
+    words: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command(words, JOB)
 
 
 def test_outside_of_a_job_one_line_says_what_to_submit() -> None:

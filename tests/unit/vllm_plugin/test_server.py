@@ -163,12 +163,19 @@ def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
     assert "".join(parts) == whole
 
 
-def test_the_cache_is_empty_afterwards(server: Server) -> None:
-    lines = server.get("/metrics").splitlines()
-    values = {
-        line.partition("{")[0]: float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith("vllm:")
-    }
-    assert values["vllm:generation_tokens_total"] >= NEW_TOKENS * len(PROMPTS)
+def test_metrics_count_tokens_and_an_empty_cache_afterwards(server: Server) -> None:
+    before = metrics(server).get("vllm:generation_tokens_total", 0.0)
+    server.client.completions.create(
+        model=server.model, prompt=PROMPTS[1], max_tokens=5, extra_body={"ignore_eos": True}
+    )
+    values = metrics(server)
+    assert values["vllm:generation_tokens_total"] == before + 5
     assert values["vllm:kv_cache_usage_perc"] == 0
+    assert 0 <= values["dms:page_usage_perc"] < 1
+    assert values["dms:compression_ratio"] > 0
+
+
+def metrics(server: Server) -> dict[str, float]:
+    lines = server.get("/metrics").splitlines()
+    named = (line for line in lines if line.startswith(("vllm:", "dms:")))
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in named}

@@ -30,6 +30,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         "KV connectors",
     ),
+    "offloading": ({"kv_offloading_size": 1.0}, {}, "offloading finds no data in blocks"),
     "pipeline": ({"pipeline_parallel_size": 2, **PROCESSES}, {}, "pipeline parallelism"),
     "tensor parallel": (
         {"tensor_parallel_size": 4, **PROCESSES},
