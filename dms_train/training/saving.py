@@ -87,15 +87,17 @@ class Saver:
                 self._saved(_row(state), self.path(state))
 
     def save_weights(self, state: TrainState, name: str) -> None:
-        """Write the weights alone to `weights/NAME`; a failure is logged, and training continues.
+        """Write the weights alone to `weights/NAME`.
 
+        If that fails, the checkpoint of this position is made permanent, and training continues.
         No checkpoint may be in the process of being written.
         """
         path = self.folder.with_name("weights") / name
         try:
             self.engine.save_weights(path, {**state.to_dict(), **self.provenance})
         except ValueError as error:
-            self._failed(_row(state), error)
+            self._failed(_row(state), error, f"; {self.path(state)} becomes permanent instead")
+            self.annotate(state, {"permanent": True})
 
     def remove_branch(self, state: TrainState) -> None:
         """Queue the checkpoints of a finished branch, which left at this position, for deletion."""
@@ -144,10 +146,11 @@ class Saver:
         if self.is_main_rank:
             remove_old(path, self.options.keep_checkpoints, self._removals)
 
-    def _failed(self, step: int, error: ValueError) -> None:
+    def _failed(self, step: int, error: ValueError, remedy: str = "") -> None:
         self._failures += 1
         if self.is_main_rank:
-            self.reporter.save_failed(step, self._failures, str(error).rpartition(": ")[0])
+            reason = str(error).rpartition(": ")[0]
+            self.reporter.save_failed(step, self._failures, reason + remedy)
 
 
 class Removals:

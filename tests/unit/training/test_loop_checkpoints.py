@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,22 @@ def test_weights_of_a_stage_are_kept_by_a_resumed_run(tmp_path: Path, step: int)
     run(tmp_path, fails_at=step, save_interval=1)
     again = run(tmp_path, state=restored(tmp_path, step))
     assert again.of("weights") == ([("zero_neuron", 5, True)] if step < 6 else [])
+
+
+def test_the_checkpoint_of_a_stage_is_kept_if_its_weights_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(FakeParts):
+        def save_weights(self, path: Path, state: dict[str, Any]) -> None:
+            if path.name == "zero_neuron":
+                raise ValueError(f"checkpoint {path}: cannot be written (full): make room")
+            super().save_weights(path, state)
+
+    with caplog.at_level("WARNING", "dms_train"):
+        run(tmp_path, save_interval=1, keep_checkpoints=1, fakes=Full())
+    assert folders(tmp_path) == [5, STEPS]
+    kept = tmp_path / "checkpoints" / "step_00000005"
+    assert f"zero_neuron: cannot be written (full); {kept} becomes permanent" in caplog.text
 
 
 def test_only_the_main_rank_removes_checkpoints(tmp_path: Path) -> None:
