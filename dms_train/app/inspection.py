@@ -20,7 +20,8 @@ from dms_train.hf.typed import typed
 RUN_STATE = "run_state.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _EXPORT_PARTS = ("hf", "megatron")
-_RUN_PARTS = ("config.yaml", "metrics.jsonl", "checkpoints", "exports")
+_RUN_FOLDERS = ("checkpoints", "weights", "exports")
+_RUN_PARTS = ("config.yaml", "metrics.jsonl", *_RUN_FOLDERS)
 
 
 def tokenizer_hash(directory: Path) -> str | None:
@@ -88,10 +89,10 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def describe_run(directory: Path) -> dict[str, Any]:
-    """Describe a run folder: its checkpoints, its exports and how many metric lines it has."""
+    """Describe a run folder: checkpoints, weights of stages, exports, number of metric lines."""
     facts: dict[str, Any] = {"kind": "run folder"}
     facts["config"] = (directory / "config.yaml").is_file()
-    for part in ("checkpoints", "exports"):
+    for part in _RUN_FOLDERS:
         folder = directory / part
         facts[part] = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     metrics = directory / "metrics.jsonl"

@@ -149,10 +149,12 @@ def test_inspect_run(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
     (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
+    (tmp_path / "weights" / "zero_neuron").mkdir(parents=True)
     assert facts(tmp_path, capsys) == {
         "kind": "run folder",
         "config": True,
         "checkpoints": ["step-2"],
+        "weights": ["zero_neuron"],
         "exports": [],
         "metrics_lines": 2,
     }
