@@ -42,6 +42,7 @@ def prepare(config: RunConfig) -> None:
 
 def import_model(config: RunConfig) -> None:
     """Make the checkpoint that training starts from, unless a complete one exists."""
+    launcher.hide_gpus()  # before the import, in case a library asks CUDA when it is loaded
     from dms_train.app.conversion import import_model as import_checkpoint
 
     out = Path(config.run.dir) / START_FOLDER

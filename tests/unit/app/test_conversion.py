@@ -16,8 +16,9 @@ from dms_train.hf.architecture import to_hf_config
 from dms_train.hf.directory import SINGLE_FILE, read_architecture
 from dms_train.hf.json_files import write_json
 from dms_train.hf.tensors import expected_shapes
+from dms_train.launch import stage
 from dms_train.method.spec import PRESETS
-from tests.support import tiny
+from tests.support import configs, tiny
 
 
 @pytest.fixture
@@ -82,4 +83,14 @@ def test_the_command_names_the_dtype_and_asks_for_no_gpu(
     out = model.parent / "checkpoint"
     assert main([str(model), str(out)]) == 0
     assert capsys.readouterr().out == f"{model}: weights written as bf16\nwrote {out}\n"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_job_of_a_chain_asks_for_no_gpu(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    store(model, torch.bfloat16)
+    stage.import_model(configs.config(model__path=str(model), run__dir=str(tmp_path / "run")))
+    assert (tmp_path / "run" / "start" / "run_state.json").is_file()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
