@@ -18,7 +18,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
 from dms_train.observe.state_files import current_stage
 from dms_train.planning.memory import parameter_count
-from dms_train.planning.run_size import run_size
+from dms_train.planning.run_size import checkpoint_count, run_size
 from dms_train.training.options import RETROFIT_STAGES, RUN_TASKS, VALIDATE_EXPORT
 
 Kind = Literal["convert", "train", "validate"]
@@ -98,21 +98,23 @@ def needs(job: Job, config: RunConfig) -> Needs:
     cluster = config.cluster
     # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)
+    checkpoint_bytes, kept_bytes = _disk(job, config)
+    return Needs(gpus if cluster.gpus_per_node else 0, checkpoint_bytes, kept_bytes)
+
+
+def _disk(job: Job, config: RunConfig) -> tuple[int, int]:
+    """Return the bytes of checkpoints, and of all other files, that a job requires room for."""
     architecture = read_architecture(config.model)
-    free = {
-        PREPARE: 0,
-        VALIDATE_EXPORT: 0,
-        RUN_TASKS: 0,
-        IMPORT: _WIDTHS[config.parallel.params_dtype] * parameter_count(architecture),
-    }
+    if job.stage == IMPORT:
+        return 0, _WIDTHS[config.parallel.params_dtype] * parameter_count(architecture)
+    if job.kind != "train":
+        return 0, 0
     # The ratio of another run's student is known when it is loaded; no annealing is counted then.
     begins_at_1 = config.run.load is None or imports(config)
     loaded_cr = 1.0 if begins_at_1 else config.stage.retrofit.target_cr
-    # 10 % more, for the index and the padded rows of the vocabulary
-    whole_run = run_size(config, architecture, loaded_cr).disk_bytes * 11 // 10
-    return Needs(
-        gpus if cluster.gpus_per_node else 0, free.get(current_stage(job.stage), whole_run)
-    )
+    size = run_size(config, architecture, loaded_cr)
+    checkpoints = checkpoint_count(config, loaded_cr, job.stage)
+    return checkpoints * size.checkpoint_bytes, size.kept_bytes
 
 
 def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
@@ -136,7 +138,8 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
         "SITE": "\n".join(_site_lines(cluster, job.kind)),
         "NPROC": str(cluster.processes_per_node),
         "NODE_GPUS": str(wanted.gpus),
-        "FREE_BYTES": str(wanted.free_bytes),
+        "CHECKPOINT_BYTES": str(wanted.checkpoint_bytes),
+        "KEPT_BYTES": str(wanted.kept_bytes),
         "SIGNAL_S": str(cluster.signal_seconds),
         "SAVE_S": str(cluster.save_seconds),
         "HANG_S": str(cluster.hang_seconds),

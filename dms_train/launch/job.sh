@@ -2,8 +2,8 @@
 # The batch shell of a job: `job.sh MODULE ARGUMENT...` runs the module on the job's nodes,
 # passes signals on, watches the heartbeat and decides by the state files what happens next.
 # Environment, set by slurm/*.sbatch: RUN, STAGE, CODE, WORKDIR, PYTHON, NPROC (ranks per node, 0 for
-# one plain process), NODE_GPUS and FREE_BYTES (what a node must have), MAX_FAILURES, HANG_S (0: no
-# watchdog), SAVE_S, SRUN_OPTIONS (one per line).
+# one plain process), NODE_GPUS, CHECKPOINT_BYTES and KEPT_BYTES (what a node must have),
+# MAX_FAILURES, HANG_S (0: no watchdog), SAVE_S, SRUN_OPTIONS (one per line).
 set -uo pipefail # no -e: exit codes are read here, not fatal
 state=$RUN/state
 failures=$state/$STAGE.failures

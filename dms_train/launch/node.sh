@@ -4,8 +4,8 @@
 # same command on every node:
 #   NNODES=2 NPROC=8 MASTER_ADDR=first-node RUN=/shared/run launch/node.sh dms_train OVERRIDE...
 # Environment: NPROC, NNODES, MASTER_ADDR, MASTER_PORT, RENDEZVOUS (the same on all nodes, new for
-# every start), NODE_NAME (as others resolve it), RUN (folder of the run), PYTHON, CODE; NODE_GPUS and
-# FREE_BYTES, what the node is checked for before the start.
+# every start), NODE_NAME (as others resolve it), RUN (folder of the run), PYTHON, CODE; NODE_GPUS,
+# CHECKPOINT_BYTES and KEPT_BYTES, what the node is checked for before the start.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=dms_train/launch/env.sh
@@ -19,7 +19,8 @@ export PYTHONPATH=${CODE:-$code}${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 # torchrun ignores it; the trainer sets a handler of its own.
 trap "" USR1
 if [[ -n ${NODE_GPUS:-} && -n ${RUN:-} ]]; then
-  "$PYTHON" -m dms_train.launch.preflight --gpus "$NODE_GPUS" --free-bytes "${FREE_BYTES:-0}" \
+  "$PYTHON" -m dms_train.launch.preflight --gpus "$NODE_GPUS" \
+    --checkpoint-bytes "${CHECKPOINT_BYTES:-0}" --kept-bytes "${KEPT_BYTES:-0}" \
     --node "${NODE_NAME:-$(hostname -s)}" --rank $((${SLURM_NODEID:-0} * ${NPROC:-1})) \
     ${CUDA_VISIBLE_DEVICES+"--visible=$CUDA_VISIBLE_DEVICES"} "$RUN"
 fi

@@ -9,9 +9,6 @@ from pathlib import Path
 
 _LEAVE_OUT = "have it repaired, or leave it out (--exclude=NODE in cluster.options)"
 
-# Folders of the run folder whose size a plan knows.
-_WRITTEN = ("checkpoints", "weights", "exports")
-
 
 class NodeError(ValueError):
     """The node does not meet the requirements."""
@@ -23,19 +20,21 @@ class Needs:
 
     Attributes:
         gpus: Least number of visible GPUs; 0 skips the check.
-        free_bytes: Least number of bytes in the run folder, free or taken by its checkpoints,
-            weights and exports.
+        checkpoint_bytes: Bytes in the run folder, free or taken by its checkpoints.
+        kept_bytes: Bytes in the run folder, free or taken by its weights and exports.
     """
 
     gpus: int
-    free_bytes: int
+    checkpoint_bytes: int
+    kept_bytes: int
 
     def __str__(self) -> str:
         wanted = []
         if self.gpus:
             wanted.append(f"{self.gpus} visible GPU(s)")
-        if self.free_bytes:
-            wanted.append(f"{_size(self.free_bytes)} in the run folder")
+        room = self.checkpoint_bytes + self.kept_bytes
+        if room:
+            wanted.append(f"{_size(room)} in the run folder")
         return " and ".join(wanted) or "nothing"
 
 
@@ -57,7 +56,7 @@ def look(run: Path, needs: Needs, visible: str | None = None) -> str:
             raise NodeError(f"{gpus} visible GPU(s), {needs.gpus} are needed; {_LEAVE_OUT}")
         resources.append(f"{gpus} visible GPU(s)")
     free = shutil.disk_usage(run).free
-    missing = needs.free_bytes - _written(run)
+    missing = _missing(run, needs)
     if free < missing:
         raise NodeError(
             f"{_size(free)} free in {run}, {_size(missing)} are needed for what the run still "
@@ -67,9 +66,17 @@ def look(run: Path, needs: Needs, visible: str | None = None) -> str:
     return f"has {', '.join(resources)}; needs {needs}"
 
 
-def _written(run: Path) -> int:
-    """Return the bytes that a run has written already and does not need again."""
-    files = (file for name in _WRITTEN for file in (run / name).rglob("*"))
+def _missing(run: Path, needs: Needs) -> int:
+    """Return the bytes that the run still writes, with a margin."""
+    # damaged checkpoints are never deleted, so new ones do not take their space
+    whole = [path for path in run.glob("checkpoints/*") if ".damaged" not in path.name]
+    checkpoints = max(0, needs.checkpoint_bytes - _taken(whole))
+    kept = max(0, needs.kept_bytes - _taken([run / "weights", run / "exports"]))
+    return (checkpoints + kept) * 11 // 10  # 10 % for the index and padded rows of the vocabulary
+
+
+def _taken(folders: list[Path]) -> int:
+    files = (file for folder in folders for file in folder.rglob("*"))
     return sum(file.lstat().st_size for file in files)
 
 

@@ -20,7 +20,7 @@ from dms_train.observe.state_files import StateFiles
 
 
 def _run(options: argparse.Namespace) -> None:
-    needs = Needs(options.gpus, options.free_bytes)
+    needs = Needs(options.gpus, options.checkpoint_bytes, options.kept_bytes)
     try:
         try:
             print(f"node {options.node} {look(options.run, needs, options.visible)}")
@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="preflight", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--free-bytes", type=int, default=0)
+    parser.add_argument("--checkpoint-bytes", type=int, default=0)
+    parser.add_argument("--kept-bytes", type=int, default=0)
     parser.add_argument("--visible", help="CUDA_VISIBLE_DEVICES, where it is set")
     parser.add_argument("--node", default=socket.gethostname(), help="name of the node in messages")
     parser.add_argument("--rank", type=int, default=0, help="first rank of the node")

@@ -37,25 +37,26 @@ class RunSize:
     export_bytes: int
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of all exports and of the weights of stage ends, which a run never deletes."""
+        return self.weights * self.weights_bytes + self.exports * self.export_bytes
+
+    @property
     def disk_bytes(self) -> int:
-        """Bytes of the run folder at its fullest moment."""
-        return (
-            self.checkpoints * self.checkpoint_bytes
-            + self.weights * self.weights_bytes
-            + self.exports * self.export_bytes
-        )
+        """Bytes of checkpoints, weights and exports in the run folder at its fullest moment."""
+        return self.checkpoints * self.checkpoint_bytes + self.kept_bytes
 
 
 def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1.0) -> RunSize:
     """Return the amounts of a run that starts from a student of ratio `loaded_cr`."""
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
-    trained = [stage for stage in stages if isinstance(stage, Stage)]
+    trained = _trained(stages)
     branches = [ratio for stage in trained for _, ratio in taken_branches(stage)]
     weights = parameter_count(architecture) * _WIDTHS[config.parallel.params_dtype]
     exported = parameter_count(architecture) * _export_width(config)
     return RunSize(
         steps=sum(stage.steps for stage in trained) + len(branches) * config.stage.hold.steps,
-        checkpoints=_checkpoints(config, trained, in_branches=bool(branches)),
+        checkpoints=checkpoint_count(config, loaded_cr, config.stage.run[0]),
         checkpoint_bytes=checkpoint_bytes(config, architecture),
         weights=sum(not _ends_exported(config, stage) for stage in trained[:-1]),
         weights_bytes=weights,
@@ -72,22 +73,31 @@ def taken_branches(stage: Stage) -> Iterator[tuple[int, int]]:
             yield step, ratio
 
 
-def _export_width(config: RunConfig) -> int:
-    """Return the bytes of an exported number; a format may require a dtype."""
-    export = config.stage.export
-    required = None if export.format is None else FORMATS[export.format].dtype
-    return _WIDTHS[export.dtype or required or config.parallel.params_dtype]
+def checkpoint_count(config: RunConfig, loaded_cr: float, begin: str) -> int:
+    """Return the largest number of checkpoints at a time, from stage `begin` of the run on.
 
-
-def _checkpoints(config: RunConfig, trained: list[Stage], *, in_branches: bool) -> int:
+    One that is being written counts. The number is 0 if nothing is trained from `begin` on.
+    """
+    stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
+    remaining = _trained(stages[config.stage.run.index(begin) :])
+    if not remaining:
+        return 0
+    in_branches = any(True for stage in remaining for _ in taken_branches(stage))
     saves, first = 0, 0
-    for stage in trained:
+    for stage in _trained(stages):
         saved = {stage.steps, *(step - first for step in _interval_steps(config, first, stage))}
         if config.stage.export.every_integer_cr:
             saved.update(_ratio_steps(stage))
         saves, first = saves + len(saved), first + stage.steps
     # one more is being written; a branch keeps the checkpoint at which it left
     return min(saves, config.run.keep_checkpoints + 1) + in_branches
+
+
+def _export_width(config: RunConfig) -> int:
+    """Return the bytes of an exported number; a format may require a dtype."""
+    export = config.stage.export
+    required = None if export.format is None else FORMATS[export.format].dtype
+    return _WIDTHS[export.dtype or required or config.parallel.params_dtype]
 
 
 def _interval_steps(config: RunConfig, first: int, stage: Stage) -> range:
@@ -109,8 +119,12 @@ def _ends_exported(config: RunConfig, stage: Stage) -> bool:
     return reached and config.stage.export.every_integer_cr
 
 
+def _trained(stages: list[Stage | Action]) -> list[Stage]:
+    return [stage for stage in stages if isinstance(stage, Stage)]
+
+
 def _exports(config: RunConfig, stages: list[Stage | Action]) -> int:
-    trained = [stage for stage in stages if isinstance(stage, Stage)]
+    trained = _trained(stages)
     if config.stage.export.every_integer_cr:
         count = sum(len(_ratio_steps(stage)) + _ends_exported(config, stage) for stage in trained)
     else:

@@ -170,7 +170,7 @@ CASES = {
     ),
     "node-disk": Case(
         done="a job whose run folder has no room for a checkpoint",
-        arrange=_on_a_node("--free-bytes", str(2**60), nvidia_smi=""),
+        arrange=_on_a_node("--checkpoint-bytes", str(2**60), nvidia_smi=""),
         kind="error",
         facts=("1", "RUN", "make"),
         changes=("run/errors", "run/errors/*"),

@@ -100,22 +100,24 @@ def test_nodes_are_checked_for_gpus_and_free_space(tmp_path: Path) -> None:
     site = ["cluster=gpu_node", "cluster.nodes=1", "parallel=tp4_pp2"]
     made = config(tmp_path, *site, "parallel.params_dtype=fp32")
     parameters = parameter_count(read_architecture(made.model))
-    assert needs(Job("prepare", "convert"), made) == Needs(0, 0)
-    assert needs(Job("hf_to_megatron", "convert"), made) == Needs(0, 4 * parameters)
-    assert needs(Job("validate_export", "validate"), made) == Needs(1, 0)
+    assert needs(Job("prepare", "convert"), made) == Needs(0, 0, 0)
+    assert needs(Job("hf_to_megatron", "convert"), made) == Needs(0, 0, 4 * parameters)
+    assert needs(Job("validate_export", "validate"), made) == Needs(1, 0, 0)
     # three checkpoints, the weights of zero_neuron and retrofit, and one export, written twice
-    whole = int(1.1 * (3 * 16 + 2 * 4 + 2 * 4) * parameters)
-    assert needs(Job("hold", "train"), made) == Needs(8, whole)
+    whole = Needs(8, 3 * 16 * parameters, (2 * 4 + 2 * 4) * parameters)
+    assert needs(Job("hold", "train"), made) == whole
+    assert needs(Job("export", "train"), made) == replace(whole, checkpoint_bytes=0)
     half = config(tmp_path, *site, "parallel.params_dtype=bf16")
-    assert needs(Job("hf_to_megatron", "convert"), half) == Needs(0, 2 * parameters)
-    assert needs(Job("hold", "train"), half).free_bytes == int(
-        1.1 * (3 * 14 + 2 * 2 + 2 * 2) * parameters
+    assert needs(Job("hf_to_megatron", "convert"), half) == Needs(0, 0, 2 * parameters)
+    assert needs(Job("hold", "train"), half) == Needs(
+        8, 3 * 14 * parameters, (2 * 2 + 2 * 2) * parameters
     )
     other = config(tmp_path, *site, "run.load=/some/checkpoint")  # its ratio is not known yet
-    assert needs(Job("hold", "train"), other).free_bytes <= whole
+    assert needs(Job("hold", "train"), other).kept_bytes <= whole.kept_bytes
     assert needs(Job("hold", "train"), config(tmp_path)).gpus == 0
     text = script(Job("hold", "train"), made, tmp_path)
-    assert f"NODE_GPUS=8 FREE_BYTES={whole} " in text
+    room = f"CHECKPOINT_BYTES={whole.checkpoint_bytes} KEPT_BYTES={whole.kept_bytes}"
+    assert f"NODE_GPUS=8 {room} " in text
 
 
 def test_cluster_options_are_written_to_the_script(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +46,7 @@ def node(folder: Path, nvidia_smi: str, **environment: str) -> subprocess.Comple
 
 
 def test_a_node_with_everything_is_logged_and_starts(tmp_path: Path) -> None:
-    done = node(tmp_path, EIGHT, NODE_GPUS="8", FREE_BYTES="1000")
+    done = node(tmp_path, EIGHT, NODE_GPUS="8", CHECKPOINT_BYTES="600", KEPT_BYTES="400")
     first, second = done.stdout.splitlines()
     assert first.startswith("node a7 has 8 visible GPU(s), ")
     assert first.endswith("needs 8 visible GPU(s) and 0.0 MiB in the run folder")
@@ -71,7 +70,8 @@ def test_a_node_with_everything_is_logged_and_starts(tmp_path: Path) -> None:
         ),
         (EIGHT, {"NODE_GPUS": "8", "CUDA_VISIBLE_DEVICES": ""}, "0 visible GPU(s), 8 are needed"),
         ("echo gone >&2; exit 9", {"NODE_GPUS": "1"}, "nvidia-smi does not answer (gone)"),
-        ("", {"NODE_GPUS": "0", "FREE_BYTES": str(2**60)}, "1073741824.0 GiB are needed"),
+        ("", {"NODE_GPUS": "0", "CHECKPOINT_BYTES": str(10 * 2**50)}, "11534336.0 GiB are needed"),
+        ("", {"NODE_GPUS": "0", "KEPT_BYTES": str(10 * 2**50)}, "11534336.0 GiB are needed"),
     ],
 )
 def test_a_node_that_lacks_something_is_reported_and_starts_nothing(
@@ -87,17 +87,40 @@ def test_a_node_that_lacks_something_is_reported_and_starts_nothing(
     assert described["message"] == line
 
 
+def taken(path: Path, size: int) -> None:
+    """Make a sparse file of `size` bytes, which takes nothing of the disk."""
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def needed(run: Path, checkpoint_bytes: int, kept_bytes: int) -> float:
+    """GiB that the check of a node asks for; every requirement is more than the disk has."""
+    with pytest.raises(NodeError, match=r"needed for what the run still writes") as refused:
+        look(run, Needs(0, checkpoint_bytes, kept_bytes))
+    return float(str(refused.value).partition("GiB are needed")[0].split()[-1])
+
+
 def test_what_a_run_has_written_is_not_needed_again(tmp_path: Path) -> None:
-    """Half of the requirement lies in the run folder, and the disk has less than the whole."""
-    free = shutil.disk_usage(tmp_path).free
-    run = tmp_path / "run"
-    (run / "exports" / "cr2").mkdir(parents=True)
-    needed = Needs(0, free + 2**30)
-    with pytest.raises(NodeError, match=r"needed for what the run still writes; make room"):
-        look(run, needed)
-    with (run / "exports" / "cr2" / "weights").open("wb") as file:
-        file.truncate(2**31)  # sparse, so that nothing is taken of the disk
-    assert "free in" in look(run, needed)
+    taken(tmp_path / "checkpoints" / "step_00000004" / "shard", 3 << 40)
+    taken(tmp_path / "weights" / "zero_neuron" / "shard", 1 << 40)
+    taken(tmp_path / "exports" / "cr2" / "hf" / "model", 2 << 40)
+    assert (
+        needed(tmp_path, (3 << 40) + (10 << 50), 3 << 40) == 11 << 20
+    )  # 10 PiB of checkpoints, and 10 %
+    assert needed(tmp_path, 3 << 40, (3 << 40) + (10 << 50)) == 11 << 20
+    assert look(tmp_path, Needs(0, 3 << 40, 3 << 40)).endswith("needs 6144.0 GiB in the run folder")
+
+
+def test_checkpoints_make_no_room_for_exports(tmp_path: Path) -> None:
+    """The export stage needs no checkpoint; those of the training stay."""
+    taken(tmp_path / "checkpoints" / "step_00000004" / "shard", 9 << 40)
+    assert needed(tmp_path, 0, 10 << 50) == 11 << 20
+
+
+def test_a_damaged_checkpoint_makes_no_room(tmp_path: Path) -> None:
+    taken(tmp_path / "checkpoints" / "step_00000004.damaged" / "shard", 9 << 40)
+    assert needed(tmp_path, 10 << 50, 0) == 11 << 20
 
 
 def test_without_slurm_nothing_is_checked(tmp_path: Path) -> None:
@@ -108,6 +131,6 @@ def test_a_report_that_cannot_be_written_hides_no_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "errors").touch()  # in place of the folder
-    assert preflight.main([str(tmp_path), "--node", "a7", "--free-bytes", str(1 << 62)]) == 2
+    assert preflight.main([str(tmp_path), "--node", "a7", "--kept-bytes", str(1 << 62)]) == 2
     assert "error: node a7: " in capsys.readouterr().err
     assert (tmp_path / "errors").is_file()

@@ -47,7 +47,7 @@ def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: P
     done = dms_submit(tmp_path, "--dry-run", *words, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("#SBATCH --job-name=run-") == 7
-    assert "every node must have: 66.9 MiB in the run folder\n" in done.stdout
+    assert "every node must have: 60.9 MiB in the run folder\n" in done.stdout
     assert not (tmp_path / "run").exists()
 
 

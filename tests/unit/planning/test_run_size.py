@@ -10,7 +10,7 @@ import pytest
 
 from dms_train.config.schema import RunConfig
 from dms_train.planning.memory import parameter_count
-from dms_train.planning.run_size import run_size
+from dms_train.planning.run_size import checkpoint_count, run_size
 from tests.support import configs
 from tests.support.training_loop import FakeParts, only, run
 
@@ -75,6 +75,25 @@ def test_the_most_checkpoints_at_a_time(
     run(tmp_path, RUNS[name], every_integer_cr=True, fakes=Counting(), **options)
     assert max(seen) <= size.checkpoints
     assert size.checkpoints <= max(seen) + (1 if name == "branched" else 0)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_most_checkpoints_from_a_stage_on(tmp_path: Path, name: str, keep: int) -> None:
+    options = {"save_interval": 1, "keep_checkpoints": keep, "async_save": False}
+    seen: dict[int, int] = dict.fromkeys(range(len(RUNS[name].run)), 0)  # by stage
+
+    class Counting(FakeParts):
+        def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
+            super().save(path, state, wait=wait)
+            stage = state["stage"] - (state["stage_step"] == 0 and state["branch_start"] is None)
+            seen[stage] = max(seen[stage], len(list(path.parent.glob("step_????????"))))
+
+    run(tmp_path, RUNS[name], every_integer_cr=True, fakes=Counting(), **options)
+    config = config_of(name, every=True, **options)
+    for index, stage in enumerate(RUNS[name].run):
+        most = max(seen[later] for later in seen if later >= index)
+        assert checkpoint_count(config, 1.0, stage) == most, stage
 
 
 @pytest.mark.parametrize(("dtype", "checkpoint", "weights"), [("fp32", 16, 4), ("bf16", 14, 2)])

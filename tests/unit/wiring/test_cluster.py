@@ -18,7 +18,7 @@ from dms_train.planning.check import check
 from tests.support import configs
 from tests.support.wiring import Wire, leaves, uncovered
 
-TRAIN, CONVERT = Job("hold", "train"), Job("prepare", "convert")
+TRAIN, CONVERT = Job("retrofit", "train"), Job("prepare", "convert")
 CONTAINER = {"container_image": "/image.sqsh"}
 
 
