@@ -86,6 +86,8 @@ def import_model(
     if leftovers is not None:
         logger().warning(leftovers)
     dtype = dtype or source.training_dtype()
+    if dtype == "bf16" and source.has_float16():
+        logger().warning("float16 weights are rounded to bf16; --dtype fp32 keeps every value")
     with open_engine(architecture, spec or PRESETS[DEFAULT_METHOD].spec, dtype, source) as engine:
         origin = run_provenance(architecture, model, directory)
         engine.save_weights(out, {**state.to_dict(), **origin})

@@ -304,6 +304,10 @@ class WeightReader:
         wide = any(self.dtype(n) not in _HALF for n in self.names() if len(self.shape(n)) > 1)
         return "fp32" if wide else "bf16"
 
+    def has_float16(self) -> bool:
+        """Return whether a tensor is stored in float16, which bf16 cannot hold exactly."""
+        return any(self.dtype(name) == "F16" for name in self.names())
+
     @typed
     def get(self, name: str) -> Tensor:
         """Read the tensor to the CPU in its stored dtype.

@@ -350,7 +350,7 @@ class McoreEngine:
         )
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors on rank 0 (for checks); every rank must exhaust the iterator."""
+        """Yield all tensors on rank 0, which holds them together; every rank must exhaust it."""
         for _, tensors in self.hf_shards():
             yield from tensors.items()
 

@@ -57,7 +57,8 @@ def gather(
     The shards divide the model in the order of its forward pass, in every layout alike. A shard
     goes to a rank of the pipeline stage that holds its first parameter. The ranks of a stage take
     turns, so that all ranks can write at the same time. Every rank must exhaust the iterator, also
-    if it gets no shard. A single shard goes to rank 0.
+    if it gets no shard. A single shard goes to rank 0. A shard is emptied when the next one is
+    requested, so that one at a time takes memory.
 
     Args:
         chunks: This rank's unwrapped model chunks.
@@ -70,13 +71,14 @@ def gather(
     gatherer = _Gatherer(chunks, architecture, view, read)
     width = torch.float32.itemsize if dtype is None else dtype.itemsize
     for turn in gatherer.turns(_divide(architecture, width, shard_bytes)):
-        own = None
+        own: tuple[int, dict[str, Tensor]] | None = None
         for shard in turn:
             tensors = gatherer.collect(shard, dtype)
             if shard.place == gatherer.place:
                 own = shard.number, tensors
         if own is not None:
             yield own
+            own[1].clear()
 
 
 def _divide(architecture: Architecture, width: int, limit: float) -> list[list[ParameterMap]]:

@@ -1,4 +1,4 @@
-"""Imports keep the dtype of their source, hold every weight exactly, and need no GPU."""
+"""Imports choose a dtype by that of their source, say what they round, and need no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dms_train.app.conversion import import_model, open_engine
 from dms_train.checkpoints_tools.hf_to_megatron import main
 from dms_train.hf.architecture import to_hf_config
-from dms_train.hf.directory import SINGLE_FILE, read_architecture
+from dms_train.hf.directory import SINGLE_FILE, WeightReader, read_architecture
 from dms_train.hf.json_files import write_json
 from dms_train.hf.tensors import expected_shapes
 from dms_train.method.spec import PRESETS
@@ -74,6 +74,27 @@ def test_a_checkpoint_is_as_wide_as_the_matrices_of_its_source(
             assert torch.equal(got[name], tensor.to(rounded).to(got[name].dtype)), name
 
 
+@pytest.mark.parametrize(
+    ("stored", "dtype", "rounds"),
+    [
+        (torch.float16, None, True),
+        (torch.float16, "fp32", False),
+        (torch.bfloat16, None, False),
+    ],
+)
+def test_rounded_weights_are_announced(
+    model: Path,
+    stored: torch.dtype,
+    dtype: str | None,
+    rounds: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store(model, stored)
+    with caplog.at_level("WARNING"):
+        import_model(str(model), model.parent / "out", dtype=dtype, revision=None, download=False)
+    assert ("float16 weights are rounded to bf16" in caplog.text) == rounds
+
+
 def test_the_command_names_the_dtype_and_asks_for_no_gpu(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,3 +104,14 @@ def test_the_command_names_the_dtype_and_asks_for_no_gpu(
     assert main([str(model), str(out)]) == 0
     assert capsys.readouterr().out == f"{model}: weights written as bf16\nwrote {out}\n"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_one_shard_at_a_time_takes_memory(model: Path) -> None:
+    architecture = read_architecture(model)
+    with open_engine(architecture, PRESETS["dms"].spec, "fp32", WeightReader(model)) as engine:
+        shards: list[dict[str, Tensor]] = []
+        for _, tensors in engine.hf_shards(torch.float32, 4096):
+            assert tensors
+            assert not any(shards)
+            shards.append(tensors)
+    assert len(shards) > 2
