@@ -43,12 +43,15 @@ ASSETS_DIR = CONF_DIR.parent / "assets"
 OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS_DIR / name), replace=True)
 
 
-def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
+def compose(
+    overrides: Sequence[str], config_dir: Path | None = None, *, default_paths: Sequence[str] = ()
+) -> RunConfig:
     """Compose the configuration of a run.
 
     Args:
         overrides: Command-line overrides such as `experiment=tiny_retrofit` or `optim.lr=1e-4`.
         config_dir: Folder searched for group files in addition to those of the package.
+        default_paths: `data.paths` if neither a file nor an override sets them.
 
     Raises:
         ConfigError: One line for every problem.
@@ -57,7 +60,10 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
     search = [f"hydra.searchpath=[{config_dir.resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return from_hydra(hydra_compose(CONFIG_NAME, overrides=[*overrides, *search]))
+            node = hydra_compose(CONFIG_NAME, overrides=[*overrides, *search])
+            if default_paths and OmegaConf.is_missing(node.data, "paths"):
+                node.data.paths = list(default_paths)
+            return from_hydra(node)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
 

@@ -45,8 +45,8 @@ def _main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     from dms_train.cli.config_source import compose
 
-    # a plan reads no data; an override of the user replaces the stand-in
-    config = compose(["data.paths=[DATA]", *options.overrides], options.config_dir)
+    # a plan reads no data
+    config = compose(options.overrides, options.config_dir, default_paths=["DATA"])
     parallel = config.parallel
     layout = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     world_size = options.world_size or max(1, layout)

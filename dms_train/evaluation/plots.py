@@ -43,21 +43,32 @@ def curves_of(rows: list[dict[str, Any]]) -> dict[str, Curve]:
     return curves
 
 
-def draw_curves(curves: dict[str, Curve], unit: str, title: str, target: BinaryIO) -> None:
-    """Write a PNG of curves over steps, evaluations as points; needs matplotlib."""
+def draw_curves(
+    curves: dict[str, Curve], unit: str, title: str, target: BinaryIO, metric: str | None = None
+) -> None:
+    """Write a PNG of curves over steps, evaluations as points; needs matplotlib.
+
+    Args:
+        curves: Curves by their label.
+        unit: Label of the vertical axis.
+        title: Title of the picture.
+        target: Open file.
+        metric: Metric of all curves; None if each label is the metric of its curve.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3), layout="constrained")
-    _plot(figure.add_subplot(), curves, unit).set_title(title)
+    _plot(figure.add_subplot(), curves, unit, metric).set_title(title)
     FigureCanvasAgg(figure).print_png(target)
 
 
-def _plot(axes: Any, curves: dict[str, Curve], unit: str) -> Any:
-    for name, curve in curves.items():
+def _plot(axes: Any, curves: dict[str, Curve], unit: str, metric: str | None = None) -> Any:
+    for label, curve in curves.items():
+        name = metric or label
         rare = name.startswith("eval/") or name.endswith("checkpoint_seconds")
         alone = rare or len(curve[0]) == 1
-        axes.plot(*curve, "o" if alone else "-", label=name)
+        axes.plot(*curve, "o" if alone else "-", label=label)
     axes.set(xlabel="optimizer step", ylabel=unit)
     axes.legend()
     return axes

@@ -24,12 +24,13 @@ def compare(records: list[RunRecord]) -> str:
             path where two folders have the same name.
 
     Raises:
-        EvaluationError: A folder is given twice, or matplotlib is not installed.
+        EvaluationError: A folder is given twice, a `config.yaml` is damaged, or matplotlib is not
+            installed.
     """
     named = _named(records)
     runs = {name: curves_of(record.rows) for name, record in named.items()}
     parts = [
-        f"<h2>Course</h2><section>{drawn(_pictures(runs))}</section>",
+        f"<h2>Training curves</h2><section>{drawn(_pictures(runs))}</section>",
         f"<h2>Last values</h2>{_last_values(runs)}",
         f"<h2>Differences of the configurations</h2>{_differences(named)}",
     ]
@@ -54,7 +55,7 @@ def _pictures(runs: _Runs) -> Iterator[str]:
             shown = {name: curves[metric] for name, curves in runs.items() if metric in curves}
             if shown:
                 picture = BytesIO()
-                draw_curves(shown, unit, metric, picture)
+                draw_curves(shown, unit, metric, picture, metric)
                 yield figure(picture, metric)
 
 
@@ -72,10 +73,20 @@ def _last(curve: Curve | None) -> float | None:
 
 def _differences(named: dict[str, RunRecord]) -> str:
     """Return a table of the keys whose values are not the same in all runs."""
-    columns = [dict(_leaves(yaml.safe_load(record.config))) for record in named.values()]
+    columns = [dict(_leaves(_configuration(record))) for record in named.values()]
     keys = dict.fromkeys(key for column in columns for key in column)
     lines = [[key, *(column.get(key, "") for column in columns)] for key in keys]
     return table(["key", *named], (line for line in lines if len(set(line[1:])) > 1))
+
+
+def _configuration(record: RunRecord) -> Any:
+    try:
+        return yaml.safe_load(record.config)
+    except yaml.YAMLError as error:
+        cause = " ".join(str(error).split())
+        raise EvaluationError(
+            f"{record.folder / 'config.yaml'}: cannot be read ({cause}); restore or remove it"
+        ) from error
 
 
 def _leaves(block: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

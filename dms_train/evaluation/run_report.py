@@ -82,7 +82,7 @@ def render(record: RunRecord) -> str:
     pictures = drawn(_pictures(record.rows))
     parts = [
         _summary(record.rows),
-        f"<h2>Course</h2><section>{pictures}</section>",
+        f"<h2>Training curves</h2><section>{pictures}</section>",
         _validation(record.rows),
         _evaluations(record.rows),
         f"<h2>All metrics</h2>{_metrics(curves_of(record.rows))}",
@@ -92,7 +92,7 @@ def render(record: RunRecord) -> str:
 
 
 def drawn(pictures: Iterator[str]) -> str:
-    """Return the HTML of pictures that are drawn meanwhile.
+    """Draw pictures and return their HTML.
 
     Raises:
         EvaluationError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Differences between megatron-core 0.16 and 0.19, patches of both, and their private attributes.
+"""Accesses to private attributes of megatron-core 0.16 to 0.19, patches, and version differences.
 
 Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state
 megatron does not restore completely when it loads a checkpoint. Megatron also takes fused kernels

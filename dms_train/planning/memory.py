@@ -118,13 +118,25 @@ class PipelineStage:
     def parameters(self) -> int:
         """Weights on each of the stage's processes."""
         a, tp = self.microbatch.architecture, self.microbatch.tp
-        table = padded_vocab(a) * a.hidden_size // tp
         tables = int(self.rank == 0)
         if self.is_last and not (self.pp == 1 and a.tie_word_embeddings):
             tables += 1  # a tied one is copied to the last stage
         final_norm = a.hidden_size if self.is_last else 0
         layers = self.layers * self.vp
-        return layers * (_sharded(a) // tp + _replicated(a)) + tables * table + final_norm
+        return layers * (_sharded(a) // tp + _replicated(a)) + tables * self._table + final_norm
+
+    @property
+    def shared_table(self) -> int:
+        """Weights on this process that a tied model holds on the first and the last stage."""
+        is_end = self.rank == 0 or self.is_last
+        tied = self.microbatch.architecture.tie_word_embeddings
+        return self._table if tied and is_end and self.pp > 1 else 0
+
+    @property
+    def _table(self) -> int:
+        """Weights of the embedding on each process of its stage."""
+        a = self.microbatch.architecture
+        return padded_vocab(a) * a.hidden_size // self.microbatch.tp
 
     @property
     def largest_gradient(self) -> int:

@@ -135,6 +135,7 @@ def _communication(stage: PipelineStage) -> tuple[float, float]:
         (sent.tensor, 1),
         (sent.data, stage.copies),
         (sent.pipeline, stage.pp),
+        (sent.embedding, 1),
     ):
         ranks *= factor
         if ranks > _GPUS_PER_NODE:
@@ -151,11 +152,13 @@ class SentBytes(NamedTuple):
         tensor: Around the products of layers, embedding and head.
         data: Gradients in fp32 and updated weights.
         pipeline: Stage tensors and their gradients.
+        embedding: Gradient in fp32 of tied weights, which the first and last stage add up.
     """
 
     tensor: float
     data: float
     pipeline: float
+    embedding: float
 
 
 def sent_bytes(stage: PipelineStage) -> SentBytes:
@@ -168,6 +171,7 @@ def sent_bytes(stage: PipelineStage) -> SentBytes:
         tensor=stage.microbatches * parts * m.gathered * (m.tp - 1) / m.tp,
         data=stage.parameters * (4 + m.width) * (copies - 1) / copies,
         pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
+        embedding=stage.shared_table * 4.0,  # an all-reduce of two ranks sends the tensor once
     )
 
 

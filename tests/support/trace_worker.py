@@ -9,6 +9,7 @@ from typing import Any
 
 from dms_train.app import collectives
 from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
 from dms_train.planning.memory import stages_of
 from dms_train.planning.step_time import sent_bytes
 from tests.support import configs
@@ -21,9 +22,7 @@ SIZES = {
     "num_query_groups": 8,
     "kv_channels": 16,
     "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
 }
-ARCHITECTURE = configs.architecture(**SIZES)
 WORLD_SIZE = 16
 # tensor, pipeline and virtual pipeline size, sequence parallelism, recomputation
 LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
@@ -31,7 +30,14 @@ LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
     "tp4_pp2_vp2_full": (4, 2, 2, True, "full"),
     "tp2_pp4_no_sequence": (2, 4, None, False, None),
     "dp16": (1, 1, None, False, None),
+    "tied_tp2_pp4": (2, 4, None, True, None),
+    "tied_dp16": (1, 1, None, False, None),
 }
+
+
+def architecture(layout: str) -> Architecture:
+    """The small model, with tied weights if the layout's name says so."""
+    return configs.architecture(**SIZES, tie_word_embeddings=layout.startswith("tied"))
 
 
 def config(layout: str) -> RunConfig:
@@ -51,12 +57,12 @@ def config(layout: str) -> RunConfig:
 
 def compared(layout: str) -> dict[str, Any]:
     """Bytes that the first and last stage send, by group, and what the plan counts."""
-    made = config(layout)
-    stages = stages_of(made, ARCHITECTURE, WORLD_SIZE)
+    made, model = config(layout), architecture(layout)
+    stages = stages_of(made, model, WORLD_SIZE)
     ends = {}
     for end, stage in (("first", 0), ("last", len(stages) - 1)):
         sent: dict[str, float] = {}
-        for collective, traffic in collectives.trace(made, ARCHITECTURE, WORLD_SIZE, stage).items():
+        for collective, traffic in collectives.trace(made, model, WORLD_SIZE, stage).items():
             sent[collective.group] = sent.get(collective.group, 0.0) + traffic.sent_bytes
         ends[end] = {"sent": sent, "planned": sent_bytes(stages[stage])._asdict()}
     return ends
@@ -64,10 +70,10 @@ def compared(layout: str) -> dict[str, Any]:
 
 def whole() -> dict[str, Any]:
     """Calls and bytes of one step of the whole configuration, and those extended to it."""
-    made = config("tp2_pp2")
-    extended = collectives.trace(made, ARCHITECTURE, WORLD_SIZE, 0)
+    made, model = config("tp2_pp2"), architecture("tp2_pp2")
+    extended = collectives.trace(made, model, WORLD_SIZE, 0)
     with collectives._one_process(WORLD_SIZE, 0):
-        engine, names = collectives._engine(made, ARCHITECTURE)
+        engine, names = collectives._engine(made, model)
         batches = collectives._batches(1, made.data.seq_length, 16)
         collectives._step(engine, made, batches, names)
         recorder = collectives._step(engine, made, batches, names)

@@ -144,6 +144,19 @@ def test_command(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("config error: parallel: tensor x pipeline size")
 
 
+def test_paths_of_the_users_own_group_file_are_kept(monkeypatch, capsys, tmp_path):
+    (tmp_path / "data").mkdir()
+    mine = "defaults: [tokens]\npaths: [a, b]\nweights: [0.7, 0.3]\n"
+    (tmp_path / "data" / "mine.yaml").write_text(mine)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(to_hf_config(configs.architecture())))
+    words = ["data=mine", f"model.path={model}", f"--config-dir={tmp_path}"]
+    words += ["stage=retrofit", "method.window=16", "data.seq_length=128"]
+    assert run_plan(monkeypatch, *words) == 0
+    assert "layout  1 processes" in capsys.readouterr().out
+
+
 def test_a_wrong_layout_is_refused_rather_than_divided_by(monkeypatch, capsys):
     override = "parallel.tensor_model_parallel_size=0"
     assert run_plan(monkeypatch, "experiment=tiny_pretrain", override) == 2

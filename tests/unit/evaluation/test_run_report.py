@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dms_train.cli import report
-from dms_train.evaluation import run_comparison
+from dms_train.evaluation import plots, run_comparison
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.run_comparison import compare
 from dms_train.evaluation.run_report import read_run, render
@@ -194,9 +194,9 @@ def test_a_picture_of_a_metric_has_a_curve_for_each_run(run, other, monkeypatch)
     drawn = {}
     draw = run_comparison.draw_curves
 
-    def recorded(curves, unit, title, target):
+    def recorded(curves, unit, title, target, metric):
         drawn[title] = {name: values[-1] for name, (_, values) in curves.items()}
-        draw(curves, unit, title, target)
+        draw(curves, unit, title, target, metric)
 
     monkeypatch.setattr(run_comparison, "draw_curves", recorded)
     found = Page(compare([read_run(run), read_run(other)]))
@@ -207,6 +207,42 @@ def test_a_picture_of_a_metric_has_a_curve_for_each_run(run, other, monkeypatch)
     assert list(drawn["eval/kl"]) == ["mine <b> & more"]
     titles = [value for tag, name, value in found.attributes if (tag, name) == ("img", "alt")]
     assert titles == list(drawn)
+
+
+def test_evaluations_are_points_and_training_is_a_line(run, other, monkeypatch):
+    for folder in (run, other):
+        rows = [{"step": step, "eval/kl": 1.0} for step in (5, 10)]
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("".join(f"\n{json.dumps(row)}" for row in rows))
+    styles = {}
+    plot = plots._plot
+
+    def recorded(*args):
+        axes = plot(*args)
+        for line in axes.lines:
+            shown = (line.get_linestyle(), line.get_marker())
+            styles.setdefault((line.get_label(), axes.get_ylabel()), set()).add(shown)
+        return axes
+
+    monkeypatch.setattr(plots, "_plot", recorded)
+    line, points = ("-", "None"), ("None", "o")
+    render(read_run(run))
+    assert styles["train/kl", "nats/token"] == {line}
+    assert styles["eval/kl", "nats/token"] == {points}
+    styles.clear()
+    compare([read_run(run), read_run(other)])
+    assert styles["other", "nats/token"] == {line, points}
+    assert styles["other", "tokens/s"] == {line}
+
+
+def test_a_damaged_configuration_is_refused_with_its_name(run, other, capsys):
+    (other / "config.yaml").write_text("optim:\n  lr: [1, 2\nmodel: {")
+    assert report.main([str(run), str(other)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{other / 'config.yaml'}: cannot be read (" in line
+    assert line.endswith("; restore or remove it")
+    (other / "config.yaml").unlink()
+    assert "optim.lr" in compare([read_run(run), read_run(other)])
 
 
 def test_runs_of_the_same_name_are_called_by_their_paths(run, other, tmp_path):
