@@ -81,10 +81,11 @@ def _is_retrofitted(model: ModelConfig) -> bool:
 
 def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     """Return conditions under which an option is refused, each with what is wrong and the fix."""
-    cache, parallel, model = config.cache_config, config.parallel_config, config.model_config
-    size, runner = cache.block_size, model.runner_type
-    heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
-    nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
+    return [*_cache_refusals(config), *_parallel_refusals(config), *_other_refusals(config)]
+
+
+def _cache_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
+    cache, size = config.cache_config, config.cache_config.block_size
     return [
         (
             cache.enable_prefix_caching,
@@ -103,6 +104,22 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "offloading finds no data in blocks; remove --kv-offloading-size",
         ),
         (
+            cache.cache_dtype not in ("auto", *FP8_CACHES),
+            f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto or fp8",
+        ),
+        (
+            config.model_config.enable_sleep_mode,
+            "sleep mode drops the cache; remove --enable-sleep-mode",
+        ),
+        (size & (size - 1), f"block_size={size} is not a power of two; use 16"),
+    ]
+
+
+def _parallel_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
+    parallel = config.parallel_config
+    heads, ranks = config.model_config.get_total_num_kv_heads(), parallel.tensor_parallel_size
+    return [
+        (
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism is not supported; remove --pipeline-parallel-size",
         ),
@@ -115,12 +132,14 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "context parallelism is not supported; use a size of 1",
         ),
         (parallel.enable_dbo, "dual batch overlap is not supported; remove --enable-dbo"),
+    ]
+
+
+def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
+    runner = config.model_config.runner_type
+    nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
+    return [
         (config.lora_config, "LoRA changes the eviction channel; remove --enable-lora"),
-        (
-            cache.cache_dtype not in ("auto", *FP8_CACHES),
-            f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto or fp8",
-        ),
-        (model.enable_sleep_mode, "sleep mode drops the cache; remove --enable-sleep-mode"),
         (
             config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
             "it has a scheduler of its own; remove --scheduler-cls",
@@ -129,7 +148,6 @@ def _refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM),
             "it has an attention backend of its own; remove --attention-backend",
         ),
-        (size & (size - 1), f"block_size={size} is not a power of two; use 16"),
         (runner != "generate", f"runner={runner} is not supported; use generate"),
         (
             nan_checks,

@@ -166,7 +166,11 @@ def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
 def test_metrics_count_tokens_and_an_empty_cache_afterwards(server: Server) -> None:
     before = metrics(server).get("vllm:generation_tokens_total", 0.0)
     server.client.completions.create(
-        model=server.model, prompt=PROMPTS[1], max_tokens=5, extra_body={"ignore_eos": True}
+        model=server.model,
+        prompt=PROMPTS[1],
+        max_tokens=5,
+        temperature=0,
+        extra_body={"ignore_eos": True},
     )
     values = metrics(server)
     assert values["vllm:generation_tokens_total"] == before + 5
