@@ -18,7 +18,7 @@ from torch import Tensor
 from dms_train.mcore import compat, groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.model import weights
+from dms_train.mcore.model import gathering
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
@@ -87,8 +87,9 @@ def state(engine: McoreEngine) -> dict[str, Tensor]:
             for model in engine._models
             for parameter in model.parameters()
         }
-        named = weights.gather(engine._models, engine.architecture, engine.view, whole.__getitem__)
-        found |= {f"{kind}/{name}": tensor.clone() for name, tensor in named}
+        read = whole.__getitem__
+        for _, named in gathering.gather(engine._models, engine.architecture, engine.view, read):
+            found |= {f"{kind}/{name}": tensor for name, tensor in named.items()}
     return found
 
 
