@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     subprocess.run(library, input=code, text=True, check=True, timeout=60)
     paths = {"LD_LIBRARY_PATH": str(folder), "VLLM_CACHE_ROOT": str(folder / "cache")}
     return {**os.environ, **_VARIABLES, **paths}
+
+
+@pytest.fixture(scope="session")
+def declared_loggers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for sys.path in which the package declares its loggers, as if it was installed."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "dms_train-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dms-train\nVersion: 0\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (declared,) = project["entry-points"]["vllm.stat_logger_plugins"].items()
+    (info / "entry_points.txt").write_text(
+        f"[vllm.stat_logger_plugins]\n{declared[0]} = {declared[1]}\n"
+    )
+    return site
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,23 +144,14 @@ def test_a_pool_too_small_for_the_longest_request_is_refused_at_start(in_vllm, e
 
 
 @pytest.fixture(scope="module")
-def measured(in_vllm, export, tmp_path_factory) -> dict[str, Any]:
+def measured(in_vllm, export, declared_loggers) -> dict[str, Any]:
     """75 steps, after one preemption, with the statistics loggers that the package declares."""
-    site = tmp_path_factory.mktemp("site")
-    info = site / "dms_train-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dms-train\nVersion: 0\n")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (declared,) = project["entry-points"]["vllm.stat_logger_plugins"].items()
-    (info / "entry_points.txt").write_text(
-        f"[vllm.stat_logger_plugins]\n{declared[0]} = {declared[1]}\n"
-    )
     draw = random.Random(0)
     changes = {
         "prompts": [draw.randrange(50, 900) for _ in range(8)],
         "max_tokens": [60] * 8,
         "steps": 75,
-        "site": str(site),
+        "site": str(declared_loggers),
         "options": {**OPTIONS, **SYNCHRONOUS, "disable_log_stats": False},
     }
     (result,) = in_vllm("vllm_pages.measure", [{**job(export, "small"), **changes}])

@@ -96,7 +96,9 @@ def wait_until_healthy(server: Server, process: subprocess.Popen[bytes], log: Pa
 
 
 @pytest.fixture(scope="module")
-def server(vllm_environment: dict[str, str], tmp_path_factory: Any) -> Iterator[Server]:
+def server(
+    vllm_environment: dict[str, str], declared_loggers: Path, tmp_path_factory: Any
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     model = write(folder / "export", *EXPORTS["llama-dms"])
     words = [EOD, *(f"w{number}" for number in range(1, tiny_architecture("llama").vocab_size))]
@@ -107,7 +109,7 @@ def server(vllm_environment: dict[str, str], tmp_path_factory: Any) -> Iterator[
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.vllm_server", model, port],
             env=environment,
-            cwd=ROOT,
+            cwd=declared_loggers,  # the first folder of sys.path
             stdout=log,
             stderr=log,
         )
