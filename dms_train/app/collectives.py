@@ -10,6 +10,7 @@ products are replaced by zeros of their shapes.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,6 +158,7 @@ def _one_process(world_size: int, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),  # advice for GPUs
         _replaced(dist, "new_group", fake_group),
         _replaced(dist, "all_gather_object", same_everywhere),
         _replaced(torch.cuda, "is_available", lambda: False),  # the step is small
