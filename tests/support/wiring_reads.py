@@ -216,6 +216,10 @@ def exported_dense(built: Built) -> Path:
     return built.components.exporter.export("final", TrainState().to_dict()) / "hf"
 
 
+def exported_positions(b: Built) -> int:
+    return json.loads((exported_dense(b) / "config.json").read_text())["max_position_embeddings"]
+
+
 def blend(built: Built) -> list[float]:
     return [float(weight) for weight in built.samples[0]._dataset.weights]
 

@@ -32,6 +32,7 @@ from tests.support.wiring_reads import (
     export_state,
     exported,
     exported_dense,
+    exported_positions,
     found_model,
     frequencies,
     graph_refusal,
@@ -112,9 +113,7 @@ WIRES: dict[str, Wire] = {
         16, rows("layers.0.self_attn.v_proj.weight"), 32, SCRATCH
     ),
     "model.architecture.vocab_size": Wire(70, rows("embed_tokens.weight"), others=SCRATCH),
-    "model.architecture.max_position_embeddings": Wire(
-        96, lambda b: b.engine._models[0].max_sequence_length, others=SCRATCH
-    ),
+    "model.architecture.max_position_embeddings": Wire(96, exported_positions, others=SCRATCH),
     "model.architecture.rotary_base": Wire(
         500.0, lambda b: round(float(frequencies(b)[1]) ** -4), 500, SCRATCH
     ),
@@ -141,7 +140,7 @@ WIRES: dict[str, Wire] = {
     ),
     "model.revision": Wire("two", found_model, "b" * 40, {"model.path": "me/tiny"}),
     "model.local_files_only": Wire(False, found_model, "the hub", {"model.path": "me/absent"}),
-    "model.max_position_embeddings": Wire(96, lambda b: b.engine._models[0].max_sequence_length),
+    "model.max_position_embeddings": Wire(96, exported_positions),
     "model.tokenizer": Wire(
         lambda assets: str(assets.model),
         lambda b: (exported_dense(b) / "tokenizer.json").is_file(),
