@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -136,21 +136,11 @@ def ours_lm(given: Inputs) -> _Result:
     return _gradients(given, vocab_losses.next_token_loss(*args))
 
 
-@contextmanager
-def _replaced(name: str, value: Any, owner: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def with_torch(way: _Way) -> _Way:
     """Return the same loss without fused kernels."""
 
     def run(given: Inputs) -> _Result:
-        with _replaced("vocabulary_losses", lambda _: vocab_loss, dispatch):
+        with patch.object(dispatch, "vocabulary_losses", lambda _: vocab_loss):
             return way(given)
 
     return run
@@ -160,7 +150,7 @@ def all_at_once(way: _Way) -> _Way:
     """Return the same loss with all positions in one chunk."""
 
     def run(given: Inputs) -> _Result:
-        with _replaced("_CHUNK", dict.fromkeys(("cuda", "cpu"), 2**62), vocab_losses):
+        with patch.object(vocab_losses, "_CHUNK", dict.fromkeys(("cuda", "cpu"), 2**62)):
             return way(given)
 
     return run

@@ -156,10 +156,10 @@ def storm(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     (case,) = args.cases
     together, longest = min(STORM_SEQUENCES, case.sequences), case.context + args.new_tokens
-    room = together * (longest // 16 + 3)  # without eviction, for vLLM's smallest block
+    enough = together * (longest // 16 + 3)  # for all tokens, in blocks of 16
     llm = start(
         vllm, args, together, dtype="float32", max_model_len=longest, gpu_memory_utilization=0.5,
-        num_gpu_blocks_override=args.blocks or room,
+        num_gpu_blocks_override=args.blocks or enough,
     )  # fmt: skip
     core = llm.llm_engine.engine_core.engine_core
     with marked(llm) as marks, _preemptions(core.scheduler) as preempted:

@@ -251,8 +251,8 @@ def _storm(words: list[str]) -> Iterator[Row]:
         **small,
         "equal": sum(before == after for before, after in answers),
         "tokens": sum(len(after) for _, after in answers),
-        "preemptions_with_room": large["preemptions"],
-        "blocks_with_room": large["most_blocks"],
+        "preemptions_unlimited": large["preemptions"],
+        "blocks_unlimited": large["most_blocks"],
     }
 
 
@@ -341,7 +341,7 @@ STORM: tuple[Column, ...] = (
     ("with equal tokens", field("equal")),
     ("preemptions", field("preemptions")),
     ("pool, blocks", field("blocks")),
-    ("blocks used with room", field("blocks_with_room")),
+    ("blocks used of an unlimited pool", field("blocks_unlimited")),
     ("missing blocks", field("missing_blocks")),
     ("missing pages", field("missing_pages")),
     ("reason", lambda row: str(row.get("skipped") or row.get("failed") or "")),

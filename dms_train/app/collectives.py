@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -159,22 +160,12 @@ def _one_process(world_size: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with (
         warnings.catch_warnings(action="ignore", category=UserWarning),  # advice for GPUs
-        _replaced(dist, "new_group", fake_group),
-        _replaced(dist, "all_gather_object", same_everywhere),
-        _replaced(torch.cuda, "is_available", lambda: False),  # the step is small
+        patch.object(dist, "new_group", fake_group),
+        patch.object(dist, "all_gather_object", same_everywhere),
+        patch.object(torch.cuda, "is_available", lambda: False),  # the step is small
     ):
         yield
     dist.destroy_process_group()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _engine(config: RunConfig, architecture: Architecture) -> tuple[McoreEngine, dict[str, str]]:

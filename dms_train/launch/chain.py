@@ -103,7 +103,7 @@ def needs(job: Job, config: RunConfig) -> Needs:
 
 
 def _disk(job: Job, config: RunConfig) -> tuple[int, int]:
-    """Return the bytes of checkpoints, and of all other files, that a job requires room for."""
+    """Return the bytes that a job needs for checkpoints, and for all other files."""
     architecture = read_architecture(config.model)
     if job.stage == IMPORT:
         return 0, _WIDTHS[config.parallel.params_dtype] * parameter_count(architecture)

@@ -32,9 +32,9 @@ class Needs:
         wanted = []
         if self.gpus:
             wanted.append(f"{self.gpus} visible GPU(s)")
-        room = self.checkpoint_bytes + self.kept_bytes
-        if room:
-            wanted.append(f"{_size(room)} in the run folder")
+        needed = self.checkpoint_bytes + self.kept_bytes
+        if needed:
+            wanted.append(f"{_size(needed)} in the run folder")
         return " and ".join(wanted) or "nothing"
 
 

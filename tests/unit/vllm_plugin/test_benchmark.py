@@ -34,5 +34,5 @@ def test_every_part_is_measured(
         assert 256 < row["live"] < row["context"]
     assert capacity["together"] == 2  # without eviction the blocks hold one sequence
     assert storm["equal"] == storm["sequences"] == ON_CPU.storm.sequences
-    assert storm["preemptions"] > storm["preemptions_with_room"] == 0
+    assert storm["preemptions"] > storm["preemptions_unlimited"] == 0
     assert storm["missing_blocks"] == storm["missing_pages"] == 0
