@@ -143,7 +143,12 @@ def graphs(sequences: int, compiled: bool) -> dict[str, Any]:
     """Return vLLM's compilation settings; arguments as in `start`."""
     powers = {1 << power for power in range(sequences.bit_length())}
     sizes: dict[str, Any] = {"cudagraph_capture_sizes": sorted(powers | {sequences})}
-    return sizes if compiled else sizes | {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return sizes | mode(compiled)
+
+
+def mode(compiled: bool) -> dict[str, Any]:
+    """Return vLLM's compilation settings except the sizes of its graphs; see `start`."""
+    return {} if compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class Mark(NamedTuple):

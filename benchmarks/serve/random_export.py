@@ -26,7 +26,7 @@ class RandomFolders(NamedTuple):
 
     Attributes:
         dms: Export.
-        dense: Dense model with the same weights, as links to those of the export.
+        dense: Dense model with the same weights and tokenizer, as links to those of the export.
     """
 
     dms: Path
@@ -52,8 +52,9 @@ def random_folders(shape: str, root: Path, device: torch.device) -> RandomFolder
         unfinished = folders.dense.with_suffix(".part")
         unfinished.mkdir()
         write_config(shape, unfinished)
-        for file in folders.dms.glob("*.safetensors*"):
-            (unfinished / file.name).symlink_to(file)
+        for pattern in ("*.safetensors*", "*token*"):
+            for file in folders.dms.glob(pattern):
+                (unfinished / file.name).symlink_to(file)
         unfinished.rename(folders.dense)
     return folders
 

@@ -2,32 +2,42 @@
 
     python -m benchmarks.serve.vllm_engine steps FOLDER 1x8192 32x8192
     python -m benchmarks.serve.vllm_engine capacity FOLDER 64x32768 --cache-bytes 19327352832
+    python -m benchmarks.serve.vllm_engine trace FOLDER 384x1024 --new-tokens 2048
+    python -m benchmarks.serve.vllm_engine server FOLDER 160x1024 --new-tokens 1024
     python -m benchmarks.serve.vllm_engine storm FOLDER 200x1024 --blocks 400
 
 The benchmark `serve vllm_plugin` starts this module. The engine runs in this process, so that its
-steps can be observed. A folder that names an architecture of the plugin is served with DMS.
+steps can be observed, except for `server`. A folder that names an architecture of the plugin is
+served with DMS.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serve.case import FEWEST, Case, prompts
 from benchmarks.serve.models import LONGEST, MEMORY
 from benchmarks.serve.ours import skipped
-from benchmarks.serve.peer import graphs, marked, measure, pure_decode_steps
+from benchmarks.serve.peer import graphs, marked, measure, mode, pure_decode_steps
+from benchmarks.serve.steady import Durations, Limits, Traffic, figures, search
+from benchmarks.serve.traffic import Lengths
+from benchmarks.serve.vllm_server import Load, measure_server
 from dms_train.vllm_plugin.errors import PluginError
 
 STORM_SEQUENCES = 64  # requests of the storm that run at the same time
+CHUNK = 512  # tokens of a step with traffic; a larger part of a prompt alone takes 30 ms
+HALVINGS = 3  # of the search of `trace`
 
 
 def main() -> None:
@@ -39,8 +49,15 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--eager-prefill", action="store_true", help="graphs for decoding only")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--cache-bytes", type=int, help="of capacity")
+    parser.add_argument("--cache-bytes", type=int, help="of capacity; default: the whole memory")
     parser.add_argument("--blocks", type=int, default=0, help="of the storm; 0: enough for all")
+    add = parser.add_argument_group("trace").add_argument
+    add("--max-itl-ms", type=float, default=30, help="limit of the 99th percentile (%(default)s)")
+    add("--max-wait-s", type=float, default=2, help="limit of the first token's mean (%(default)s)")
+    add("--warm-up-s", type=float, default=2, help="before a probe (%(default)s)")
+    add("--window-s", type=float, default=5, help="of a probe (%(default)s)")
+    add = parser.add_argument_group("server").add_argument
+    add("--request-rate", type=float, default=4, help="per second (%(default)s)")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its steps are watched in this process
     os.environ["VLLM_PLUGINS"] = ""  # plain vLLM has no plugin; ours is registered below
@@ -85,20 +102,28 @@ def start(vllm: Any, args: argparse.Namespace, sequences: int, **more: Any) -> A
     chosen = {
         "model": str(args.folder),
         "skip_tokenizer_init": True,
+        **engine_arguments(args, sequences),
+        "compilation_config": graphs(sequences, not args.eager_prefill),
+    }
+    try:
+        return vllm.LLM(**{**chosen, **more})
+    except (ValueError, PluginError) as error:
+        raise Refused(str(error)) from error
+
+
+def engine_arguments(args: argparse.Namespace, sequences: int) -> dict[str, Any]:
+    """Return the arguments that offline engines and servers share; see `start`."""
+    chosen = {
         "dtype": "bfloat16",
         "generation_config": "vllm",
         "kv_cache_dtype": args.kv_cache_dtype,
         "gpu_memory_utilization": MEMORY,
         "max_model_len": LONGEST,
         "max_num_seqs": sequences,
-        "compilation_config": graphs(sequences, not args.eager_prefill),
     }
     if not args.dms:  # the plugin chooses both itself
         chosen |= {"attention_backend": "FLASH_ATTN", "enable_prefix_caching": False}
-    try:
-        return vllm.LLM(**{**chosen, **more})
-    except (ValueError, PluginError) as error:
-        raise Refused(str(error)) from error
+    return chosen
 
 
 def steps(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -115,15 +140,15 @@ def _graphs(llm: Any) -> dict[str, str]:
 
 
 def capacity(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield how many of the given sequences decode at once in a cache of `--cache-bytes`.
+    """Yield how many of the given sequences decode at once in a cache of `--cache-bytes`, if given.
 
     All prompts wait. The engine admits as many as fit, and the measurement ends with the first
     finished sequence.
     """
     for case in args.cases:
         longest = case.context + args.new_tokens
-        limits = {"max_model_len": longest, "kv_cache_memory_bytes": args.cache_bytes}
-        llm = start(vllm, args, case.sequences, **limits)
+        memory = {"kv_cache_memory_bytes": args.cache_bytes} if args.cache_bytes else {}
+        llm = start(vllm, args, case.sequences, max_model_len=longest, **memory)
         params = vllm.SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True)
         engine = llm.llm_engine
         for number, ids in enumerate(prompts(case, args.vocab)):
@@ -212,7 +237,83 @@ def _preemptions(scheduler: Any) -> Iterator[list[str]]:
         scheduler.schedule = plain
 
 
-PARTS = {"steps": steps, "capacity": capacity, "storm": storm}
+class InProcess:
+    """Engine in this process, as the server of `steady.Traffic`."""
+
+    def __init__(self, vllm: Any, llm: Any) -> None:
+        self._engine, self._params, self._numbers = (
+            llm.llm_engine,
+            vllm.SamplingParams,
+            itertools.count(),
+        )
+        self._deltas = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
+
+    def add(self, prompt: list[int], new: int) -> str:
+        """As in `steady.Server`."""
+        name = str(next(self._numbers))
+        params = self._params(
+            temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False,
+            output_kind=self._deltas,
+        )  # fmt: skip
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
+    def step(self) -> Iterable[tuple[str, int]]:
+        """As in `steady.Server`."""
+        return [(o.request_id, len(o.outputs[0].token_ids)) for o in self._engine.step()]
+
+    def abort(self, requests: list[str]) -> None:
+        """As in `steady.Server`."""
+        self._engine.abort_request(requests)
+
+
+def trace(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the requests per second that an engine sustains within `--max-itl-ms`.
+
+    At most `sequences` requests run at once. vLLM chooses the sizes of its graphs.
+    """
+    (case,) = args.cases
+    limits = Limits(args.max_itl_ms, args.max_wait_s)
+    durations = Durations(args.warm_up_s, args.window_s)
+    llm = start(
+        vllm, args, case.sequences, max_model_len=case.context + args.new_tokens,
+        max_num_batched_tokens=CHUNK, compilation_config=mode(not args.eager_prefill),
+    )  # fmt: skip
+    lengths = Lengths(case.context, args.new_tokens)
+    traffic = Traffic(InProcess(vllm, llm), lengths, args.vocab)
+    with _preemptions(llm.llm_engine.engine_core.engine_core.scheduler) as preempted:
+        probes = search(
+            lambda count: traffic.probe(count, durations), limits, case.sequences, HALVINGS
+        )
+    row = {**case._asdict(), **_graphs(llm), "preemptions": len(preempted), "chunk": CHUNK}
+    yield row | limits._asdict() | durations._asdict() | figures(probes, limits)
+
+
+def server(_: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what vLLM's own client measures of its server at `--request-rate`."""
+    (case,) = args.cases
+    plugins = "dms" if args.dms else ""
+    if plugins and plugins not in entry_points(group="vllm.general_plugins").names:
+        raise Refused("vllm serve does not find the plugin; pip install --no-deps -e .")
+    options = engine_arguments(args, case.sequences) | {
+        "max_model_len": case.context + args.new_tokens,
+        "max_num_batched_tokens": CHUNK,
+        "compilation_config": mode(not args.eager_prefill),
+    }
+    load = Load(case.sequences, Lengths(case.context, args.new_tokens), args.request_rate)
+    environment = os.environ | {"VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    row = measure_server(args.folder, options, environment, load)
+    yield {**case._asdict(), "chunk": CHUNK, **row}
+
+
+PARTS = {
+    "steps": steps,
+    "capacity": capacity,
+    "grown": capacity,
+    "trace": trace,
+    "server": server,
+    "storm": storm,
+}
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,12 @@ its own process. `--engine` is its command, for a Python that has vllm.
 - steps: decode steps and prefill, as in the benchmark `serve`. `live` counts the cache slots of the
   blocks that a sequence holds.
 - capacity: sequences of 32,768 tokens that decode at once, in the memory of 4.5 bf16 ones.
+- grown: the same in the whole memory.
+- trace: requests per second that an engine sustains, with 1,024 tokens in and 2,048 out, and with
+  8,192 in and 1,024 out (`steady.py`). The 99th percentile of the time between tokens is at most
+  30 ms, and the mean time to the first token at most 2 s.
+- server: `vllm serve`, measured by `vllm bench serve`. Both need vLLM's packages for serving, and
+  DMS needs this package installed beside vLLM.
 - storm: 200 requests of a small model in float32, with a pool for all, then with a quarter of the
   blocks that they used. Their tokens are compared, and all blocks and pages must come back.
 
@@ -27,34 +33,38 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.benchmark import Args, Benchmark, comma_separated, one_of, replace
-from benchmarks.records import ROOT, Table, measured_at
+from benchmarks.records import ROOT, Table
 from benchmarks.serve.case import FEWEST, Case
 from benchmarks.serve.models import ENGINE, KEPT, SERVING_PAGE, SHAPES, WINDOW, architecture
 from benchmarks.serve.processes import printed_rows
 from benchmarks.serve.random_export import random_folders, refuse_other_models
-from benchmarks.serve.tables import by_case
-from benchmarks.tables import Column, field, table
+from benchmarks.serve.vllm_tables import PARTS, WAYS, Row, tables
 
 ENGINE_COMMAND = f"{sys.executable} -m benchmarks.serve.vllm_engine"
-PARTS = ("steps", "capacity", "storm")
-# Title, model directory and dtype of the KV cache.
-WAYS = {
-    "dms": ("DMS", "dms", "auto"),
-    "dms-fp8": ("DMS, FP8 cache", "dms", "fp8"),
-    "dense": ("vLLM, bf16", "dense", "auto"),
-    "dense-fp8": ("vLLM, FP8 cache", "dense", "fp8"),
-}
 MODES: dict[str, list[str]] = {"default": [], "decode-graphs": ["--eager-prefill"]}
 CACHE_SEQUENCES = 4.5  # of the capacity; 18 GiB for Llama-3.1-8B
 _KEY = ("part", "way", "mode", "shape", "sequences", "context", "new_tokens")
-Row = dict[str, Any]
+
+
+class Work(NamedTuple):
+    """Cases that one process measures.
+
+    Attributes:
+        cases: Cases.
+        new_tokens: Tokens that each sequence generates.
+        options: Further options of the process.
+    """
+
+    cases: tuple[Case, ...]
+    new_tokens: int
+    options: tuple[str, ...] = ()
 
 
 class Sizes(NamedTuple):
@@ -64,39 +74,47 @@ class Sizes(NamedTuple):
         shapes: Models.
         ways: Names in `WAYS`.
         steps: Cases of the decode steps.
-        capacity: Sequences that wait, and their tokens.
-        growth: Tokens that each of them generates: some for each step in which others' prompts are
-            computed, and some to measure.
-        storm: Requests, and the most tokens of a prompt.
-        storm_tokens: Most tokens that a request of the storm generates.
+        capacity: Sequences that wait. Each generates some tokens for each step in which others'
+            prompts are computed, and some to measure.
+        grown: The same in the whole memory.
+        traces: Largest numbers of requests in flight.
+        server: Requests that the client sends.
+        storm: Requests, with the most tokens of a prompt and of an answer.
     """
 
     shapes: tuple[str, ...]
     ways: tuple[str, ...]
     steps: tuple[Case, ...]
-    capacity: Case
-    growth: int
-    storm: Case
-    storm_tokens: int
+    capacity: Work
+    grown: Work
+    traces: tuple[Work, ...]
+    server: Work
+    storm: Work
 
 
+_SHORT_PROBES = (
+    *("--max-itl-ms", "1e6", "--max-wait-s", "1e6"),
+    *("--warm-up-s", "0.1", "--window-s", "1"),
+)
 ON_GPU = Sizes(
     shapes=tuple(SHAPES)[:2],
     ways=tuple(WAYS),
     steps=(Case(32, 8192), Case(8, 8192), Case(1, 8192), Case(1, 32768)),
-    capacity=Case(64, 32768),
-    growth=512,
-    storm=Case(200, 1024),
-    storm_tokens=256,
+    capacity=Work((Case(64, 32768),), 512),
+    grown=Work((Case(128, 32768),), 512),
+    traces=(Work((Case(384, 1024),), 2048), Work((Case(256, 8192),), 1024)),
+    server=Work((Case(160, 1024),), 1024, ("--request-rate", "4")),
+    storm=Work((Case(200, 1024),), 256),
 )
 ON_CPU = Sizes(
     shapes=("small",),
     ways=("dms",),
     steps=(Case(2, 300), Case(1, 300)),
-    capacity=Case(3, 300),
-    growth=24,
-    storm=Case(16, 40),
-    storm_tokens=12,
+    capacity=Work((Case(3, 300),), 24),
+    grown=Work((Case(2, 20),), 12),
+    traces=(Work((Case(3, 20),), 12, _SHORT_PROBES),),
+    server=Work((Case(3, 20),), 5, ("--request-rate", "100")),
+    storm=Work((Case(8, 40),), 8),
 )
 
 
@@ -160,13 +178,14 @@ def runs(args: Args) -> Iterator[Run]:
     shapes, modes = args.shapes or sizes.shapes, args.modes or MODES
     engines = [
         {"part": part, "way": way, "mode": mode, "shape": shape}
-        for shape, part, way, mode in itertools.product(shapes, PARTS[:2], ways, modes)
+        for shape, part, way, mode in itertools.product(shapes, PARTS[:-1], ways, modes)
     ]
     if "dms" in ways:
         engines.append({"part": "storm", "way": "dms", "mode": "decode-graphs", "shape": "small"})
-    for names in engines:
-        if names["part"] in parts and (run := _missing(names, args, finished)):
-            yield run
+    for names in (names for names in engines if names["part"] in parts):
+        for work in _work(names["part"], args):
+            if run := _missing(names, work, finished):
+                yield run
 
 
 def _sizes(args: Args) -> Sizes:
@@ -182,21 +201,29 @@ def _finished(args: Args) -> set[tuple[Any, ...]]:
     return {_key(row) for row in same if "failed" not in row and not row.get("changed")}
 
 
-def _missing(names: Row, args: Args, finished: set[tuple[Any, ...]]) -> Run | None:
-    """Return an engine with the cases that are not finished; None if all are."""
+def _work(part: str, args: Args) -> tuple[Work, ...]:
+    """Return what is measured of a part, with an engine for each."""
     sizes = _sizes(args)
-    by_part: dict[str, tuple[tuple[Case, ...], int]] = {
-        "steps": (sizes.steps, args.new_tokens),
-        "capacity": ((sizes.capacity,), sizes.growth),
-        "storm": ((sizes.storm,), sizes.storm_tokens),
+    by_part: dict[str, tuple[Work, ...]] = {
+        "steps": (Work(sizes.steps, args.new_tokens),),
+        "capacity": (sizes.capacity,),
+        "grown": (sizes.grown,),
+        "trace": sizes.traces,
+        "server": (sizes.server,),
+        "storm": (sizes.storm,),
     }
-    cases, new_tokens = by_part[names["part"]]
-    names = {**names, "new_tokens": new_tokens}
-    missing = [case for case in cases if _key({**names, **case._asdict()}) not in finished]
+    return by_part[part]
+
+
+def _missing(names: Row, work: Work, finished: set[tuple[Any, ...]]) -> Run | None:
+    """Return an engine with the cases that are not finished; None if all are."""
+    names = {**names, "new_tokens": work.new_tokens}
+    missing = [case for case in work.cases if _key({**names, **case._asdict()}) not in finished]
     _, _, dtype = WAYS[names["way"]]
-    words = ["--new-tokens", str(new_tokens), "--kv-cache-dtype", dtype, *MODES[names["mode"]]]
+    words = ["--new-tokens", str(work.new_tokens), "--kv-cache-dtype", dtype, *work.options]
+    words += MODES[names["mode"]]
     if names["part"] == "capacity":
-        words += ["--cache-bytes", str(_cache_bytes(names["shape"], sizes.capacity.context))]
+        words += ["--cache-bytes", str(_cache_bytes(names["shape"], work.cases[0].context))]
     return Run(names, missing, words) if missing else None
 
 
@@ -255,98 +282,6 @@ def _storm(words: list[str]) -> Iterator[Row]:
         "blocks_unlimited": large["most_blocks"],
     }
 
-
-def tables(record: Row) -> str:
-    """Return decode steps, prefill, capacity and storm, and every row with its spread."""
-    rows = record["cases"]
-    of = {part: [row for row in rows if row["part"] == part] for part in PARTS}
-    parts = [
-        "Milliseconds of a decode step; ratios above 1 mean that DMS is faster:",
-        _side_by_side(of["steps"], "step_ms", ".2f", inverse=True),
-        "Prefill, tokens/s:",
-        _side_by_side(of["steps"], "prefill_tok_s", ","),
-        f"Sequences that decode at once in the memory of {record['cache_sequences']:g} bf16 ones:",
-        _side_by_side(of["capacity"], "together", ""),
-        "Output tokens/s of these:",
-        _side_by_side(of["capacity"], "tokens_s", ","),
-        "Storm:",
-        table(STORM, of["storm"]),
-        "All rows:",
-        table(ROWS, [row for part in PARTS[:2] for row in _sorted(of[part])], names=None),
-    ]
-    return "\n\n".join(parts)
-
-
-def _side_by_side(rows: list[Row], value: str, form: str, inverse: bool = False) -> str:
-    """Return a row for each case, a column for each way, and DMS over both plain engines."""
-
-    def of_way(way: str) -> Callable[[Row], str]:
-        return lambda case: field(value, form)(_best(case["rows"], way, value))
-
-    def gain(over: str) -> Callable[[Row], str]:
-        def content(case: Row) -> str:
-            ours, theirs = (_best(case["rows"], way, value) for way in ("dms", over))
-            if value not in ours or value not in theirs:
-                return ""
-            return f"{(ours[value] / theirs[value]) ** (-1 if inverse else 1):.2f}"
-
-        return content
-
-    cases = [
-        {"shape": shape, "sequences": sequences, "context": context, "rows": mine}
-        for (shape, context, sequences), mine in by_case(rows).items()
-    ]
-    columns = [*_NAMES, *((title, of_way(way)) for way, (title, _, _) in WAYS.items())]
-    columns += [(f"gain over {WAYS[over][0]}", gain(over)) for over in ("dense", "dense-fp8")]
-    return table(columns, cases, names=None)
-
-
-def _best(rows: list[Row], way: str, value: str) -> Row:
-    """Return the row of the faster mode among those of one case; empty if there is none."""
-    mine = [row for row in rows if row["way"] == way and value in row]
-    pick = min if value == "step_ms" else max
-    return pick(mine, key=lambda row: row[value], default={})
-
-
-def _sorted(rows: list[Row]) -> list[Row]:
-    return [row for mine in by_case(rows).values() for row in mine]
-
-
-def _step(row: Row) -> str:
-    if reason := row.get("skipped") or row.get("failed"):
-        return str(reason)
-    if spread := row.get("step_ms_spread"):
-        return "{:.2f} ({:.2f} to {:.2f})".format(row["step_ms"], *spread)
-    return f"{row['step_ms']:.2f}"
-
-
-_NAMES: tuple[Column, ...] = (
-    ("shape", field("shape")),
-    ("sequences x context", lambda row: f"{row['sequences']} x {row['context']}"),
-)
-ROWS: tuple[Column, ...] = (
-    ("part", field("part")),
-    *_NAMES,
-    ("engine", lambda row: f"{WAYS[row['way']][0]}, {row['mode']}"),
-    ("version", field("engine")),
-    ("graphs", field("graphs")),
-    ("ms a step (20 % to 80 %)", _step),
-    ("prefill tokens/s", field("prefill_tok_s", ",")),
-    ("live", field("live")),
-    ("at once", field("together")),
-    ("measured at", measured_at),
-)
-STORM: tuple[Column, ...] = (
-    ("requests", field("sequences")),
-    ("with equal tokens", field("equal")),
-    ("preemptions", field("preemptions")),
-    ("pool, blocks", field("blocks")),
-    ("blocks used of an unlimited pool", field("blocks_unlimited")),
-    ("missing blocks", field("missing_blocks")),
-    ("missing pages", field("missing_pages")),
-    ("reason", lambda row: str(row.get("skipped") or row.get("failed") or "")),
-    ("measured at", measured_at),
-)
 
 BENCHMARK = Benchmark(
     record="vllm_plugin",

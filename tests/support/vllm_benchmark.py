@@ -28,7 +28,7 @@ def main() -> None:
     sys.argv = [words[0], "", tempfile.mkdtemp()]  # the executor's folder
     import vllm
 
-    from benchmarks.serve import vllm_engine
+    from benchmarks.serve import vllm_engine, vllm_server
     from tests.support.vllm_engine import Recorder
 
     class Applier(Recorder):
@@ -38,6 +38,7 @@ def main() -> None:
             return [args[0](self.runner.model)] if method == "apply_model" else [None]
 
     vllm.LLM = _started(vllm.LLM, Applier)
+    vllm_server.SERVE = [sys.executable, "-m", "tests.support.vllm_server"]
     sys.argv = words
     vllm_engine.main()
 

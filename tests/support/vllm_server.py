@@ -1,4 +1,4 @@
-"""vLLM's HTTP server on a CPU: `python -m tests.support.vllm_server MODEL PORT`.
+"""vLLM's HTTP server on a CPU: `python -m tests.support.vllm_server MODEL OPTION ...`.
 
 See `vllm_cpu`. vLLM's engine runs in a process that imports this module again, so the replacements
 are made when it is imported.
@@ -33,12 +33,10 @@ class ServingRecorder(Recorder):
 def main() -> None:
     from vllm.entrypoints.cli.main import main as run_command
 
-    _, model, port = sys.argv
     sys.argv = [
-        *("vllm", "serve", model, "--port", port, "--host", "127.0.0.1"),
+        *("vllm", "serve", *sys.argv[1:], "--host", "127.0.0.1"),
         *("--dtype", "float32", "--enforce-eager", "--disable-custom-all-reduce"),
         *("--compilation-config", '{"custom_ops": ["none"]}', "--num-gpu-blocks-override", "200"),
-        *("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "48"),
         *("--distributed-executor-backend", "tests.support.vllm_server.ServingRecorder"),
     ]
     run_command()

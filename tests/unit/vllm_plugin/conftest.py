@@ -60,19 +60,21 @@ def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     return {**os.environ, **_VARIABLES, **paths}
 
 
-@pytest.fixture(scope="session")
-def declared_loggers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder for sys.path in which the package declares its loggers, as if it was installed."""
-    site = tmp_path_factory.mktemp("site")
+def declare(site: Path, group: str) -> Path:
+    """Declare the entry points of a group in a folder for sys.path, as if it was installed."""
     info = site / "dms_train-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dms-train\nVersion: 0\n")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (declared,) = project["entry-points"]["vllm.stat_logger_plugins"].items()
-    (info / "entry_points.txt").write_text(
-        f"[vllm.stat_logger_plugins]\n{declared[0]} = {declared[1]}\n"
-    )
+    (declared,) = project["entry-points"][group].items()
+    (info / "entry_points.txt").write_text(f"[{group}]\n{declared[0]} = {declared[1]}\n")
     return site
+
+
+@pytest.fixture(scope="session")
+def declared_loggers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for sys.path in which the package declares its loggers."""
+    return declare(tmp_path_factory.mktemp("site"), "vllm.stat_logger_plugins")
 
 
 @pytest.fixture(scope="session")

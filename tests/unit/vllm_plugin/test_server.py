@@ -105,9 +105,10 @@ def server(
     write_word_tokenizer(Path(model), tuple(words))
     port = str(free_ports(1)[0])
     environment = {**vllm_environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    limits = ["--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "48"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.vllm_server", model, port],
+            [sys.executable, "-m", "tests.support.vllm_server", model, "--port", port, *limits],
             env=environment,
             cwd=declared_loggers,  # the first folder of sys.path
             stdout=log,
