@@ -65,6 +65,7 @@ class Probe(NamedTuple):
 
     Attributes:
         in_flight: Requests that run or wait.
+        finished: Requests that finished in the window.
         requests_s: Generated tokens per second over the tokens of a request.
         itl_ms: Percentiles of the time between two tokens of a request, in milliseconds.
         wait_s: Mean time to the first token in seconds, by Little's law: the mean number of
@@ -72,6 +73,7 @@ class Probe(NamedTuple):
     """
 
     in_flight: int
+    finished: int
     requests_s: float
     itl_ms: dict[str, float]
     wait_s: float
@@ -110,21 +112,23 @@ class Traffic:
         self._ids = [self._draw.randrange(vocab // 2, vocab - 1) for _ in range(2 * sum(lengths))]
         self._flight: dict[str, _Request] = {}
         self._gaps: list[float] = []
-        self._tokens = 0
+        self._tokens = self._finished = 0
 
     def probe(self, count: int, durations: Durations) -> Probe:
         """Measure with this number of requests in flight."""
         self._resize(count)
         self._warm_up(durations.warm_up_s)
-        self._gaps, before, start, waiting_seconds = [], self._tokens, self._clock(), 0.0
+        self._gaps, self._tokens, self._finished = [], 0, 0
+        start, waiting_seconds = self._clock(), 0.0
         while (seconds := self._clock() - start) < durations.window_s:
             waiting = self._waiting()
             self._step()
             waiting_seconds += waiting * (self._clock() - start - seconds)
-        served = (self._tokens - before) / seconds / self._lengths.new
+        served = self._tokens / seconds / self._lengths.new
         gaps = [1e3 * gap for gap in self._gaps] or [0.0]
         return Probe(
             in_flight=count,
+            finished=self._finished,
             requests_s=served,
             itl_ms={f"p{n}": percentile(gaps, n / 100) for n in (50, 99)},
             wait_s=waiting_seconds / seconds / max(served, 1e-9),
@@ -176,6 +180,7 @@ class Traffic:
             request.latest, request.remaining = now, request.remaining - tokens
             if not request.remaining:
                 del self._flight[name]
+                self._finished += 1
                 self._add(0)
 
 

@@ -133,6 +133,7 @@ def _client(folder: Path, load: Load, port: int) -> dict[str, Any]:
             "num_prompts": load.requests,
             "request_rate": load.rate,
             "ignore_eos": True,
+            "temperature": 0,
             "disable_tqdm": True,
             "percentile_metrics": "ttft,itl",
             "metric_percentiles": "50,99",

@@ -96,6 +96,7 @@ def test_a_probe_agrees_with_a_long_run_at_its_rate(count: int) -> None:
     flight, p99, wait = long_run(Simulated(), probe.requests_s, 400.0)
     assert flight == pytest.approx(count, rel=0.15)
     assert probe.itl_ms["p99"] == pytest.approx(p99, rel=0.1)
+    assert probe.finished == pytest.approx(probe.requests_s * DURATIONS.window_s, rel=0.3)
     assert probe.itl_ms["p50"] == pytest.approx(10 + 0.1 * count, rel=0.1)
     assert probe.wait_s == pytest.approx(wait, rel=0.5)
 
@@ -126,7 +127,7 @@ def test_a_smaller_probe_aborts_requests_and_prompts_have_the_tokens_of_their_pr
 def made(passing: Callable[[int], bool]) -> Callable[[int], Probe]:
     def probe(count: int) -> Probe:
         itl = {"p50": 1.0, "p99": 29.0 if passing(count) else 31.0}
-        return Probe(count, float(count), itl, 0.1)
+        return Probe(count, 9, float(count), itl, 0.1)
 
     return probe
 

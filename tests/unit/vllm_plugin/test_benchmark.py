@@ -49,7 +49,9 @@ def test_steps_and_capacity_are_measured(measured: Any) -> None:
     for row in steps:
         low, high = row["step_ms_spread"]
         assert 0 < low <= row["step_ms"] <= high
-        assert 256 < row["live"] < row["context"]
+    evicted, whole = (row["live"] for row in steps)
+    assert 256 < evicted < 300
+    assert whole >= 20 + 16
     assert capacity["together"] == 2  # without eviction the blocks hold one sequence
     assert grown["together"] == 2
 
