@@ -1,4 +1,4 @@
-"""DMS inside vLLM beside plain vLLM: decode steps, prefill, capacity and a storm of requests.
+"""DMS inside vLLM beside plain vLLM: decode steps, capacity, sustained rates and a storm.
 
     python -m benchmarks serve vllm_plugin [SHAPE ...] [--ways dms,dense,dense-fp8]
 

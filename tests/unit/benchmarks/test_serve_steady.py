@@ -120,7 +120,7 @@ def test_a_smaller_probe_aborts_requests_and_prompts_have_the_tokens_of_their_pr
     assert lengths[0] >= LENGTHS.prompt
     assert lengths[-1] < sum(LENGTHS)
     assert np.mean(lengths) == pytest.approx(LENGTHS.prompt + LENGTHS.new / 2, rel=0.15)
-    same.probe(5, DURATIONS)
+    same.probe(5, Durations(0.1, 0.1))
     assert len(server.remaining) == 5
 
 
