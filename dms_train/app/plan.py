@@ -61,6 +61,8 @@ def ranked(
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
         sequence_parallel=False,
     )
     elsewhere = replace(
@@ -99,11 +101,14 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
         f"{a.hidden_size}, {a.num_attention_heads} query and {a.num_query_groups} KV heads "
         f"of {a.kv_channels}"
     )
-    layers = a.num_layers // pp
+    stages = p.stage_layers(a.num_layers)
+    layers = (
+        f"{' + '.join(map(str, stages))} layers" if p.is_uneven else f"{stages[0]} layers a stage"
+    )
     chunks = p.virtual_pipeline_model_parallel_size or 1
     yield (
         f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}, "
-        f"{layers} layers a stage{f' in {chunks} chunks' if chunks > 1 else ''}"
+        f"{layers}{f' in {chunks} chunks' if chunks > 1 else ''}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
         f"{f', recompute {p.recompute_granularity}' if p.recompute_granularity else ''}"
     )

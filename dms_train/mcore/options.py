@@ -27,6 +27,9 @@ class ParallelOptions:
     Attributes:
         virtual_pipeline_model_parallel_size: Model chunks per pipeline stage (interleaved
             schedule); None for one.
+        num_layers_in_first_pipeline_stage: Layers of the first stage; the stages without a number
+            of their own divide the other layers evenly. None for an even share.
+        num_layers_in_last_pipeline_stage: The same for the last stage, which also computes logits.
         sequence_parallel: Shard norms and residuals over tokens within the tensor-parallel group.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (core attention) or `full` (whole layers).
@@ -42,6 +45,8 @@ class ParallelOptions:
     tensor_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     pipeline_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(2)] = None
+    num_layers_in_first_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
+    num_layers_in_last_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
     sequence_parallel: bool = False
     params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
     recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None
@@ -49,6 +54,28 @@ class ParallelOptions:
     cuda_graph: Annotated[str, OneOf(*CUDA_GRAPH)] = "auto"
     layers: Annotated[str, OneOf(*LAYERS)] = "auto"
     distributed_timeout_minutes: Annotated[float, Positive()] = 10.0
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if the first or the last pipeline stage has a number of layers of its own."""
+        ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        return ends != (None, None)
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Return the layers of each pipeline stage; their sum differs if they do not divide."""
+        pp = self.pipeline_model_parallel_size
+        first, last = (
+            self.num_layers_in_first_pipeline_stage,
+            self.num_layers_in_last_pipeline_stage,
+        )
+        ends = [layers for layers in (first, last) if layers is not None]
+        even = (num_layers - sum(ends)) // (pp - len(ends)) if pp > len(ends) else 0
+        layers = [even] * pp
+        if first is not None:
+            layers[0] = first
+        if last is not None:
+            layers[-1] = last
+        return layers
 
     def graph_obstacles(self, world_size: int) -> Iterator[str]:
         """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy."""

@@ -26,7 +26,7 @@ SIZES = {
 WORLD_SIZE = 16
 # tensor, pipeline and virtual pipeline size, sequence parallelism, recomputation
 LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
-    "tp2_pp2": (2, 2, None, True, None),
+    "uneven_tp2_pp2": (2, 2, None, True, None),
     "tp4_pp2_vp2_full": (4, 2, 2, True, "full"),
     "tp2_pp4_no_sequence": (2, 4, None, False, None),
     "dp16": (1, 1, None, False, None),
@@ -47,6 +47,7 @@ def config(layout: str) -> RunConfig:
         parallel__tensor_model_parallel_size=tp,
         parallel__pipeline_model_parallel_size=pp,
         parallel__virtual_pipeline_model_parallel_size=vp,
+        parallel__num_layers_in_first_pipeline_stage=5 if layout.startswith("uneven") else None,
         parallel__sequence_parallel=sequence,
         parallel__recompute_granularity=recompute,
         parallel__params_dtype="bf16",
@@ -70,7 +71,7 @@ def compared(layout: str) -> dict[str, Any]:
 
 def whole() -> dict[str, Any]:
     """Calls and bytes of one step of the whole configuration, and those extended to it."""
-    made, model = config("tp2_pp2"), architecture("tp2_pp2")
+    made, model = config("uneven_tp2_pp2"), architecture("uneven_tp2_pp2")
     extended = collectives.trace(made, model, WORLD_SIZE, 0)
     with collectives._one_process(WORLD_SIZE, 0):
         engine, names = collectives._engine(made, model)

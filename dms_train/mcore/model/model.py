@@ -77,6 +77,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
         sequence_parallel=options.sequence_parallel,
         # The interleaved schedule may exchange two messages between the same two ranks at a time;
         # batched, they would be mixed up without an error.

@@ -247,6 +247,16 @@ WIRES: dict[str, Wire] = {
         megatron("virtual_pipeline_model_parallel_size"),
         others={"parallel.pipeline_model_parallel_size": 2},
     ),
+    "parallel.num_layers_in_first_pipeline_stage": Wire(
+        3,
+        megatron("num_layers_in_first_pipeline_stage"),
+        others={"parallel.pipeline_model_parallel_size": 2},
+    ),
+    "parallel.num_layers_in_last_pipeline_stage": Wire(
+        3,
+        megatron("num_layers_in_last_pipeline_stage"),
+        others={"parallel.pipeline_model_parallel_size": 2},
+    ),
     "parallel.layers": Wire("transformer_engine", layers, "parallel.layers=transformer_engine"),
     "parallel.distributed_timeout_minutes": Wire(4.0, patience, 120.0),
     "parallel.sequence_parallel": Wire(
