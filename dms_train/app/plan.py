@@ -12,6 +12,7 @@ from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.limits import AUTO
+from dms_train.mcore.options import ParallelOptions
 from dms_train.method.schedule import evicted_fraction
 from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
@@ -110,7 +111,7 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
         f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}, "
         f"{layers}{f' in {chunks} chunks' if chunks > 1 else ''}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
-        f"{f', recompute {p.recompute_granularity}' if p.recompute_granularity else ''}"
+        f"{_recompute(p)}"
     )
     yield (
         f"batch   {data.global_batch_size} samples of {data.seq_length} tokens "
@@ -123,6 +124,13 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
     if config.method.channel == AUTO and evicts:
         values["channel"] = f"{AUTO} (ranked at the start)"
     yield f"method  {preset}: {', '.join(f'{name} {str(v).lower()}' for name, v in values.items())}"
+
+
+def _recompute(parallel: ParallelOptions) -> str:
+    if parallel.recompute_granularity is None:
+        return ""
+    modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else ()
+    return f", recompute {' '.join((parallel.recompute_granularity, *modules))}"
 
 
 def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:

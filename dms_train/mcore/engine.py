@@ -95,7 +95,9 @@ class McoreEngine:
         self._scheduler: Any = None
         if options.trains:
             with self._stream():
-                self._chunks = optim.data_parallel(self._config, self._chunks)
+                self._chunks = optim.data_parallel(
+                    self._config, self._chunks, options.parallel.ddp_bucket_size
+                )
             self._optimizer = optim.build_optimizer(options.optim, self._config, self._chunks)
 
     def _build_chunks(

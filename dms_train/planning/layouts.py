@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
@@ -23,7 +23,13 @@ from dms_train.planning.step_time import StepTime, step_time
 _TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
 _MOST_STAGES = 16
 _VIRTUAL_SIZES = (None, 2, 4)
-_RECOMPUTE = (None, "selective", "full")
+# granularity and modules
+_RECOMPUTE = (
+    (None, ("core_attn",)),
+    ("selective", ("core_attn",)),
+    ("selective", ("mlp",)),
+    ("full", ("core_attn",)),
+)
 _SAMPLES = (1, 2, 4, 8)
 _MOST_PROCESSES = 4096
 ASSUMED_GPU = "h100"  # used while the configuration names no GPU
@@ -61,9 +67,15 @@ class Layout(NamedTuple):
             for name in mine.__dataclass_fields__:
                 value = getattr(mine, name)
                 if value != getattr(theirs, name):
-                    word = "null" if value is None else str(value).lower()
-                    words.append(f"{group}.{name}={word}")
+                    words.append(f"{group}.{name}={_word(value)}")
         return words
+
+
+def _word(value: Any) -> str:
+    """Format a value as an override writes it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
+    return "null" if value is None else str(value).lower()
 
 
 def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> Layout:
@@ -96,7 +108,7 @@ def _candidates(
         if world_size % (tp * pp):
             continue
         splits = [(None, None), *_uneven_split(architecture.num_layers, pp, vp or 1, head)]
-        for (first, last), recompute, size in product(splits, _RECOMPUTE, samples):
+        for (first, last), (granularity, modules), size in product(splits, _RECOMPUTE, samples):
             parallel = replace(
                 config.parallel,
                 tensor_model_parallel_size=tp,
@@ -105,7 +117,8 @@ def _candidates(
                 num_layers_in_first_pipeline_stage=first,
                 num_layers_in_last_pipeline_stage=last,
                 sequence_parallel=tp > 1,
-                recompute_granularity=recompute,
+                recompute_granularity=granularity,
+                recompute_modules=modules,
             )
             yield replace(
                 config, parallel=parallel, data=replace(config.data, micro_batch_size=size)

@@ -293,7 +293,12 @@ def parameter_count(architecture: Architecture) -> int:
 def layer_products(a: Architecture) -> int:
     """Count the weights of one layer that are multiplied with every token."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    return 2 * a.hidden_size * (query + key) + 3 * a.hidden_size * a.ffn_hidden_size
+    return 2 * a.hidden_size * (query + key) + mlp_products(a)
+
+
+def mlp_products(a: Architecture) -> int:
+    """Count the weights of one MLP."""
+    return 3 * a.hidden_size * a.ffn_hidden_size
 
 
 def _sharded(a: Architecture) -> int:

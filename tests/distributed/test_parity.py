@@ -50,6 +50,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "selective": (1, {"recompute_granularity": "selective"}),
+    "selective_mlp_tp2_sp": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp", "core_attn"],
+        },
+    ),
     "recompute_units": (1, {"recompute_granularity": "full", "recompute_num_layers": 2}),
     "selective_tp2_pp2_vp2_sp": (
         4,

@@ -85,6 +85,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         recompute_granularity=options.recompute_granularity,
+        recompute_modules=list(options.recompute_modules),
         recompute_method="uniform" if full else None,
         recompute_num_layers=options.recompute_num_layers if full else None,
     )

@@ -25,6 +25,7 @@ TP, PP, VP = (
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 BF16: dict[str, Any] = {"params_dtype": "bf16"}
 SP: dict[str, Any] = {TP: 2, "sequence_parallel": True}
+MLP: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 
 
@@ -60,6 +61,10 @@ CASES = {
     "qwen3": case(family="qwen3", length=640),
     "lm": case(distills=False),
     "selective": case({"recompute_granularity": "selective"}),
+    "mlp": case(MLP),
+    "mlp_lm_qwen3": case(MLP, family="qwen3", distills=False),
+    "mlp_core_attn": case({**MLP, "recompute_modules": ["core_attn", "mlp"]}),
+    "tp2_sp_mlp": case(SP, MLP),
     "full": case(FULL),
     "full_units": case(FULL, {"recompute_num_layers": 2}, distills=False),
     "tp2": case({TP: 2}),
