@@ -62,14 +62,16 @@ class DeviceWeights(WeightSource):
 
 def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
     """Return the trainer's options for a case."""
-    layout = case.layout
+    layout, mlp = case.layout, case.recompute == "mlp"
     return ParallelOptions(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vp,
+        num_layers_in_last_pipeline_stage=layout.last,
         sequence_parallel=layout.sp,
         params_dtype="bf16" if device.type == "cuda" else "fp32",
-        recompute_granularity=case.recompute,
+        recompute_granularity="selective" if mlp else case.recompute,
+        recompute_modules=("mlp" if mlp else "core_attn",),
         cuda_graph=case.cuda_graph,
     )
 

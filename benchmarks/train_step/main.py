@@ -47,7 +47,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--layouts", type=layouts, default=[Layout()], help="such as tp2_sp,pp2_vp2,dp2")
     add("--layers", type=layers, default=["auto"], help="of ours (auto)")
     add("--peer-layers", type=peers, default=["local"], help="of megatron-core (local)")
-    add("--recompute", choices=("selective", "full"))
+    add("--recompute", choices=("selective", "mlp", "full"))
     add("--cuda-graph", choices=CUDA_GRAPH, default="auto", help="parallel.cuda_graph of ours")
     add("--microbatches", type=int, default=1, help="of each data-parallel rank (%(default)s)")
     add("--steps", type=int, default=10, help="(%(default)s)")

@@ -19,7 +19,7 @@ _LABELS = {"lm": "LM loss", "distill": "teacher + KL"}
 _LABELS |= {name: f"teacher + KL + {name.upper()}" for name in METHODS}
 # In forward passes of the student: forward 1, backward 2, and the teacher's forward pass.
 _PASSES = {"lm": 3, "distill": 4, "dms": 4, "dmc": 4}
-_LAYOUT_WORD = re.compile(r"(tp|pp|vp|dp)(\d+)|sp")
+_LAYOUT_WORD = re.compile(r"(tp|pp|vp|dp|last)(\d+)|sp")
 
 
 def _qwen2(layers: int, hidden: int, ffn: int, heads: tuple[int, int], tied: bool) -> Architecture:
@@ -110,13 +110,17 @@ SHAPES: dict[str, tuple[Architecture, int, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Parallel layout: number of processes, and division of the work."""
+    """Parallel layout: number of processes, and division of the work.
+
+    `last` is the number of layers of the last pipeline stage; None for an even share.
+    """
 
     tp: int = 1
     pp: int = 1
     vp: int | None = None
     dp: int = 1
     sp: bool = False
+    last: int | None = None
 
     @property
     def world(self) -> int:
@@ -128,7 +132,8 @@ class Layout:
         """The words `parse_layout` reads."""
         sizes = {"tp": self.tp, "pp": self.pp, "vp": self.vp or 1, "dp": self.dp}
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-        return "_".join([*words, *(["sp"] if self.sp else [])]) or "dp1"
+        words += [f"last{self.last}"] * (self.last is not None) + ["sp"] * self.sp
+        return "_".join(words) or "dp1"
 
 
 def parse_layout(text: str) -> Layout:
@@ -137,7 +142,7 @@ def parse_layout(text: str) -> Layout:
     for word in text.split("_"):
         match = _LAYOUT_WORD.fullmatch(word)
         if match is None:
-            raise ValueError(f"layout {text}: {word!r} is none of tpN, ppN, vpN, dpN, sp")
+            raise ValueError(f"layout {text}: {word!r} is none of tpN, ppN, vpN, dpN, lastN, sp")
         values[match[1] or "sp"] = int(match[2]) if match[1] else True
     return Layout(**values)
 
@@ -152,7 +157,7 @@ class Case:
             (relaxed merges in their place).
         layers: `parallel.layers` of ours, `local` or `transformer_engine` of the peer.
         microbatches: Micro-batches of one data-parallel rank in a step.
-        recompute: `parallel.recompute_granularity`.
+        recompute: `parallel.recompute_granularity`, or `mlp` for selective recomputation of MLPs.
         cuda_graph: `parallel.cuda_graph` of ours; the peer has none.
         warmup: Steps before those that are measured.
         profile: True to profile the kernels of a further step.

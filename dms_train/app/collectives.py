@@ -128,10 +128,13 @@ def trace(
     chunks = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
     copies = world_size // (tp * pp)
     counted: dict[tuple[int, int, int], _Recorder] = {}
+    even = replace(
+        parallel, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
+    )
     with _one_process(world_size, stage * (world_size // pp)):
         for layers in (1, 2):
             small = replace(architecture, num_layers=layers * chunks)
-            engine, names = _engine(config, small)
+            engine, names = _engine(replace(config, parallel=even), small)
             # every recorded step begins by gathering the weights that the one before it updated
             _step(engine, config, _batches(data.micro_batch_size, 2 * tp, pp), names)
             for length, count in product((2 * tp, 4 * tp), (pp, 2 * pp)):
@@ -139,7 +142,7 @@ def trace(
                 counted[layers, length, count] = _step(engine, config, batches, names)
             groups.stop(keep_process_group=True)
     target = (
-        architecture.num_layers // chunks,
+        parallel.stage_layers(architecture.num_layers)[stage] * pp // chunks,
         data.seq_length,
         data.global_batch_size // (data.micro_batch_size * copies),
     )

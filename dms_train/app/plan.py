@@ -12,6 +12,7 @@ from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.limits import AUTO
+from dms_train.mcore.options import ParallelOptions
 from dms_train.method.schedule import evicted_fraction
 from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
@@ -61,6 +62,8 @@ def ranked(
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
         sequence_parallel=False,
     )
     elsewhere = replace(
@@ -99,13 +102,16 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
         f"{a.hidden_size}, {a.num_attention_heads} query and {a.num_query_groups} KV heads "
         f"of {a.kv_channels}"
     )
-    layers = a.num_layers // pp
+    stages = p.stage_layers(a.num_layers)
+    layers = (
+        f"{' + '.join(map(str, stages))} layers" if p.is_uneven else f"{stages[0]} layers a stage"
+    )
     chunks = p.virtual_pipeline_model_parallel_size or 1
     yield (
         f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}, "
-        f"{layers} layers a stage{f' in {chunks} chunks' if chunks > 1 else ''}"
+        f"{layers}{f' in {chunks} chunks' if chunks > 1 else ''}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
-        f"{f', recompute {p.recompute_granularity}' if p.recompute_granularity else ''}"
+        f"{_recompute(p)}"
     )
     yield (
         f"batch   {data.global_batch_size} samples of {data.seq_length} tokens "
@@ -118,6 +124,13 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
     if config.method.channel == AUTO and evicts:
         values["channel"] = f"{AUTO} (ranked at the start)"
     yield f"method  {preset}: {', '.join(f'{name} {str(v).lower()}' for name, v in values.items())}"
+
+
+def _recompute(parallel: ParallelOptions) -> str:
+    if parallel.recompute_granularity is None:
+        return ""
+    modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else ()
+    return f", recompute {' '.join((parallel.recompute_granularity, *modules))}"
 
 
 def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:

@@ -95,7 +95,9 @@ class McoreEngine:
         self._scheduler: Any = None
         if options.trains:
             with self._stream():
-                self._chunks = optim.data_parallel(self._config, self._chunks)
+                self._chunks = optim.data_parallel(
+                    self._config, self._chunks, options.parallel.ddp_bucket_size
+                )
             self._optimizer = optim.build_optimizer(options.optim, self._config, self._chunks)
 
     def _build_chunks(
@@ -407,6 +409,9 @@ class McoreEngine:
     def load(self, path: Path, *, with_optimizer: bool, verified: bool = False) -> dict[str, Any]:
         """Load a checkpoint and return its JSON state.
 
+        Without the optimizer's state, a bf16 engine still takes the optimizer's fp32 weights, if
+        the checkpoint has them.
+
         Args:
             path: Folder of the checkpoint.
             with_optimizer: Load the optimizer's state too.
@@ -424,6 +429,8 @@ class McoreEngine:
         weights.require_finite(self._models, f"checkpoint {path}")
         if self._optimizer is not None and not with_optimizer:
             self._optimizer.reload_model_params()
+            if self._config.bf16:  # fp32 weights are their own masters
+                checkpoint.load_masters(path, self._models, self._optimizer)
         return checkpoint_state.read_state(path)
 
     def load_hf(self, source: weights.WeightSource) -> None:

@@ -15,6 +15,7 @@ VOCABULARY_MULTIPLE = 128
 # Number of logits of one model that the loss holds at a time on a GPU.
 LOGITS_CHUNK = 2**28
 CUDA_GRAPH = ("auto", "always", "never")
+RECOMPUTE_MODULES = ("core_attn", "mlp")
 LAYERS = ("auto", "local", "transformer_engine")
 # Number of bf16 addends that hold an fp32 value exactly.
 EXACT_PARTS = 3
@@ -27,14 +28,22 @@ class ParallelOptions:
     Attributes:
         virtual_pipeline_model_parallel_size: Model chunks per pipeline stage (interleaved
             schedule); None for one.
+        num_layers_in_first_pipeline_stage: Layers of the first stage; the stages without a number
+            of their own divide the other layers evenly. None for an even share.
+        num_layers_in_last_pipeline_stage: The same for the last stage, which also computes logits.
         sequence_parallel: Shard norms and residuals over tokens within the tensor-parallel group.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
-        recompute_granularity: None, `selective` (core attention) or `full` (whole layers).
+        recompute_granularity: None, `selective` (`recompute_modules`) or `full` (whole layers).
+        recompute_modules: Modules of a layer that `selective` recomputes: `core_attn` (attention
+            after the projections), `mlp`, or both.
         recompute_num_layers: Layers per recomputed unit with `full`.
         cuda_graph: Replay the passes of a microbatch as a CUDA graph: `auto` on one GPU where
             nothing is recomputed or packed, `always` (refused elsewhere) or `never`.
         layers: Implementation of linear layers and norms: `auto`, `local` (megatron-core's own) or
             `transformer_engine`; see `mcore.layers`.
+        ddp_bucket_size: Parameters of a gradient bucket, whose reduction overlaps the backward pass
+            where there are data-parallel copies; None for megatron-core's max(40 million, 1 million
+            x copies).
         distributed_timeout_minutes: Timeout of a collective; a rank
             without a heartbeat for half of it counts as stalled.
     """
@@ -42,13 +51,51 @@ class ParallelOptions:
     tensor_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     pipeline_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(2)] = None
+    num_layers_in_first_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
+    num_layers_in_last_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
     sequence_parallel: bool = False
     params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
     recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_num_layers: Annotated[int, AtLeast(1)] = 1
     cuda_graph: Annotated[str, OneOf(*CUDA_GRAPH)] = "auto"
     layers: Annotated[str, OneOf(*LAYERS)] = "auto"
+    ddp_bucket_size: Annotated[int | None, AtLeast(1)] = None
     distributed_timeout_minutes: Annotated[float, Positive()] = 10.0
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield one line if `recompute_modules` names unknown modules, or nothing reads it."""
+        modules = f"{path}.recompute_modules=[{', '.join(self.recompute_modules)}]"
+        if not self.recompute_modules or set(self.recompute_modules) - set(RECOMPUTE_MODULES):
+            yield f"{modules}: name one or both of {', '.join(RECOMPUTE_MODULES)}"
+        elif self.recompute_granularity != "selective" and self.recompute_modules != ("core_attn",):
+            yield f"{modules}: needs {path}.recompute_granularity=selective; set that too"
+
+    def recomputes(self, module: str) -> bool:
+        """Return whether the backward pass recomputes this module of every layer alone."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if the first or the last pipeline stage has a number of layers of its own."""
+        ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        return ends != (None, None)
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Return the layers of each pipeline stage; their sum differs if they do not divide."""
+        pp = self.pipeline_model_parallel_size
+        first, last = (
+            self.num_layers_in_first_pipeline_stage,
+            self.num_layers_in_last_pipeline_stage,
+        )
+        ends = [layers for layers in (first, last) if layers is not None]
+        even = (num_layers - sum(ends)) // (pp - len(ends)) if pp > len(ends) else 0
+        layers = [even] * pp
+        if first is not None:
+            layers[0] = first
+        if last is not None:
+            layers[-1] = last
+        return layers
 
     def graph_obstacles(self, world_size: int) -> Iterator[str]:
         """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy."""

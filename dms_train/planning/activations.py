@@ -137,9 +137,19 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
         mixed = 0  # split and rotated in one kernel, or not saved for the backward pass
     if (m.architecture.qk_layernorm or not m.fused) and not m.method.replaces_values:
         rotated -= m.key  # the values are a view of the projection
-    if m.kernels in _WIDE_KERNELS and recompute != "selective":
+    if m.kernels in _WIDE_KERNELS and not (
+        recompute == "selective" and m.parallel.recomputes("core_attn")
+    ):
         mixed = rotated = 0  # copied, not kept
     return statistics + mixed + rotated
+
+
+def mlp_kept(m: Microbatch) -> int:
+    """Return the bytes that an MLP keeps besides its input.
+
+    Both halves are one tensor beside their product; plain operations keep silu and the other half.
+    """
+    return (3 if m.fused else 5) * m.mlp_half
 
 
 def layer(m: Microbatch, recompute: str | None) -> int:
@@ -164,10 +174,9 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     )
     decisions = m.method.kept_bytes(sizes)
     attention = attention_kernel(m)
-    if recompute == "selective":
+    if recompute == "selective" and m.parallel.recomputes("core_attn"):
         attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
-    # both halves in one tensor and their product; plain operations keep silu and the other half
-    mlp = (3 if m.fused else 5) * m.mlp_half
+    mlp = 0 if recompute == "selective" and m.parallel.recomputes("mlp") else mlp_kept(m)
     return norms + _projected(m, recompute) + tables + decisions + attention + mlp
 
 
@@ -204,9 +213,10 @@ def forward_workspace(m: Microbatch) -> int:
 
     This is the teacher's pass, or a pass of the student that recomputation repeats later.
     """
-    if not m.distills and m.parallel.recompute_granularity != "full":
+    p = m.parallel
+    if not m.distills and p.recompute_granularity != "full" and not p.recomputes("mlp"):
         return 0
-    return (3 if m.fused else 5) * m.mlp_half + 2 * m.residual + m.gathered
+    return mlp_kept(m) + 2 * m.residual + m.gathered
 
 
 def backward_workspace(m: Microbatch) -> int:
@@ -217,6 +227,8 @@ def backward_workspace(m: Microbatch) -> int:
     """
     p = m.parallel
     work = 2 * m.mlp_half + m.residual + (m.gathered if p.sequence_parallel else 0)
+    if p.recomputes("mlp"):
+        work += mlp_kept(m)
     if p.recompute_granularity == "full":
         # the unit's input is counted with what was kept
         work += p.recompute_num_layers * layer(m, None) - m.residual

@@ -48,11 +48,40 @@ def _split_layers(parallel: ParallelOptions, layers: int) -> Iterator[str]:
             f"parallel.virtual_pipeline_model_parallel_size={vp}: needs "
             "parallel.pipeline_model_parallel_size above 1; use null without a pipeline"
         )
+    if parallel.is_uneven:
+        yield from _split_unevenly(parallel, layers)
+        return
     chunks = pp * (vp or 1)
     if layers % chunks:
         yield (
             f"parallel.pipeline_model_parallel_size={pp}: the model's {layers} layers do not "
-            f"divide into {chunks} chunks; choose pipeline x virtual size that divides {layers}"
+            f"divide into {chunks} chunks; choose pipeline x virtual size that divides {layers}, "
+            "or set parallel.num_layers_in_first_pipeline_stage and the same for the last stage"
+        )
+
+
+def _split_unevenly(parallel: ParallelOptions, layers: int) -> Iterator[str]:
+    pp, vp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size or 1,
+    )
+    where = "parallel.num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage"
+    if pp == 1:
+        yield (
+            f"{where}: need parallel.pipeline_model_parallel_size above 1; use null without a "
+            "pipeline"
+        )
+        return
+    stages = parallel.stage_layers(layers)
+    if sum(stages) != layers or min(stages) < 1:
+        yield (
+            f"{where}: the other stages cannot share the rest of the model's {layers} layers "
+            f"evenly (layers by stage: {', '.join(map(str, stages))}); change one of the numbers"
+        )
+    elif any(count % vp for count in stages):
+        yield (
+            f"{where}: {', '.join(map(str, stages))} layers by stage do not divide into {vp} "
+            "chunks each; use multiples of parallel.virtual_pipeline_model_parallel_size"
         )
 
 

@@ -1,7 +1,8 @@
 """Parallel layouts that divide the model and the batch and fit a GPU, the fastest first.
 
-The search varies tensor, pipeline and virtual pipeline size, recomputation and the size of a
-microbatch. The number of processes, the global batch and the model stay the same.
+The search varies tensor, pipeline and virtual pipeline size, the layers of the first and last
+pipeline stage, recomputation and the size of a microbatch. The number of processes, the global
+batch and the model stay the same.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.planning import divide, memory
+from dms_train.planning.flops import forward_flops_per_token
 from dms_train.planning.gpus import Calibration, Gpu, calibration
 from dms_train.planning.memory import MemoryEstimate
 from dms_train.planning.step_time import StepTime, step_time
@@ -21,7 +23,13 @@ from dms_train.planning.step_time import StepTime, step_time
 _TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
 _MOST_STAGES = 16
 _VIRTUAL_SIZES = (None, 2, 4)
-_RECOMPUTE = (None, "selective", "full")
+# granularity and modules
+_RECOMPUTE = (
+    (None, ("core_attn",)),
+    ("selective", ("core_attn",)),
+    ("selective", ("mlp",)),
+    ("full", ("core_attn",)),
+)
 _SAMPLES = (1, 2, 4, 8)
 _MOST_PROCESSES = 4096
 ASSUMED_GPU = "h100"  # used while the configuration names no GPU
@@ -59,9 +67,15 @@ class Layout(NamedTuple):
             for name in mine.__dataclass_fields__:
                 value = getattr(mine, name)
                 if value != getattr(theirs, name):
-                    word = "null" if value is None else str(value).lower()
-                    words.append(f"{group}.{name}={word}")
+                    words.append(f"{group}.{name}={_word(value)}")
         return words
+
+
+def _word(value: Any) -> str:
+    """Format a value as an override writes it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
+    return "null" if value is None else str(value).lower()
 
 
 def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> Layout:
@@ -88,23 +102,57 @@ def search(
 def _candidates(
     config: RunConfig, architecture: Architecture, world_size: int
 ) -> Iterator[RunConfig]:
-    stages = [n for n in range(1, _MOST_STAGES + 1) if architecture.num_layers % n == 0]
+    head = _head_layers(config, architecture)
     samples = sorted({*_SAMPLES, config.data.micro_batch_size})
-    for tp, pp in product(_TENSOR_SIZES, stages):
+    for tp, pp, vp in product(_TENSOR_SIZES, range(1, _MOST_STAGES + 1), _VIRTUAL_SIZES):
         if world_size % (tp * pp):
             continue
-        for vp, recompute, size in product(_VIRTUAL_SIZES, _RECOMPUTE, samples):
+        splits = [(None, None), *_uneven_split(architecture.num_layers, pp, vp or 1, head)]
+        for (first, last), (granularity, modules), size in product(splits, _RECOMPUTE, samples):
             parallel = replace(
                 config.parallel,
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
                 virtual_pipeline_model_parallel_size=vp,
+                num_layers_in_first_pipeline_stage=first,
+                num_layers_in_last_pipeline_stage=last,
                 sequence_parallel=tp > 1,
-                recompute_granularity=recompute,
+                recompute_granularity=granularity,
+                recompute_modules=modules,
             )
             yield replace(
                 config, parallel=parallel, data=replace(config.data, micro_batch_size=size)
             )
+
+
+def _head_layers(config: RunConfig, architecture: Architecture) -> float:
+    """Return the operations of the output head in those of a decoder layer."""
+    a = architecture
+    head = 2 * a.vocab_size * a.hidden_size
+    layers = forward_flops_per_token(a, config.data.seq_length) - head
+    return head / (layers / a.num_layers)
+
+
+def _uneven_split(layers: int, pp: int, vp: int, head: float) -> list[tuple[int, int]]:
+    """Return layers of the first and the last stage that balance the stages; empty if even is best.
+
+    Args:
+        layers: Layers of the model.
+        pp: Pipeline stages.
+        vp: Model chunks of a stage; they have equal numbers of layers.
+        head: Operations of the output head in those of a layer.
+    """
+    splits = []
+    for middle in (layers // (pp * vp) * vp, (layers // (pp * vp) + 1) * vp):
+        ends = layers - middle * (pp - 2)
+        for last in range(vp, ends, vp):
+            stages = (ends - last, middle if pp > 2 else 0, last + head)
+            splits.append((max(stages), ends - last, last))
+    splits = [split for split in splits if split[1] % vp == 0]
+    if pp == 1 or not splits:
+        return []
+    _, first, last = min(splits)
+    return [] if first == last == layers / pp else [(first, last)]
 
 
 def memory_problems(

@@ -107,7 +107,8 @@ class PipelineStage:
     @property
     def layers(self) -> int:
         """Layers of one model chunk."""
-        return self.microbatch.architecture.num_layers // (self.pp * self.vp)
+        m = self.microbatch
+        return m.parallel.stage_layers(m.architecture.num_layers)[self.rank] // self.vp
 
     @property
     def is_last(self) -> bool:
@@ -211,7 +212,7 @@ def _update(stage: PipelineStage) -> _Moment:
 
 
 def _moments(stage: PipelineStage) -> list[_Moment]:
-    """Return the fullest moment of each pass of a step."""
+    """Return the fullest moments of each kind of pass."""
     m, last_chunk = stage.microbatch, stage.vp - 1
     kept = [
         activations.chunk(
@@ -224,14 +225,18 @@ def _moments(stage: PipelineStage) -> list[_Moment]:
     ]
     rounds = min(stage.microbatches, _ROUNDS * stage.pp)
     live: Counter[int] = Counter()
-    moments = []
+    fullest: Counter[tuple[bool, bool]] = Counter()
     for forward, chunk in passes(stage.rank, stage.pp, stage.vp, rounds):
         has_head = stage.is_last and chunk == last_chunk
         live[chunk] += forward
         held = sum(kept[index] * count for index, count in live.items())
-        moments += _forward(stage, held, has_head) if forward else _backward(stage, held, has_head)
+        fullest[forward, has_head] = max(fullest[forward, has_head], held)
         live[chunk] -= not forward
-    return moments
+    return [
+        moment
+        for (forward, has_head), held in fullest.items()
+        for moment in (_forward if forward else _backward)(stage, held, has_head)
+    ]
 
 
 def _in_transit(stage: PipelineStage) -> int:
@@ -288,7 +293,12 @@ def parameter_count(architecture: Architecture) -> int:
 def layer_products(a: Architecture) -> int:
     """Count the weights of one layer that are multiplied with every token."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    return 2 * a.hidden_size * (query + key) + 3 * a.hidden_size * a.ffn_hidden_size
+    return 2 * a.hidden_size * (query + key) + mlp_products(a)
+
+
+def mlp_products(a: Architecture) -> int:
+    """Count the weights of one MLP."""
+    return 3 * a.hidden_size * a.ffn_hidden_size
 
 
 def _sharded(a: Architecture) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dms_train.planning import activations
 from dms_train.planning.activations import Microbatch
 from dms_train.planning.gpus import Calibration, Gpu
-from dms_train.planning.memory import PipelineStage, layer_products
+from dms_train.planning.memory import PipelineStage, layer_products, mlp_products
 from dms_train.planning.pipeline import bubble
 
 _GPUS_PER_NODE = 8
@@ -105,21 +105,22 @@ def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
 def work_of(stage: PipelineStage) -> Work:
     """Count the work of a process of a pipeline stage in one step."""
     m, a, count = stage.microbatch, stage.microbatch.architecture, stage.microbatches
-    recompute = m.parallel.recompute_granularity
     layers = stage.layers * stage.vp
     forwards = _forwards(m)
     head = 2 * activations.padded_vocab(a) * a.hidden_size / m.tp * stage.is_last
-    products = 2 * layers * layer_products(a) / m.tp
-    matmul = m.tokens * (products * (forwards + 2) + head * (3 + m.distills))
+    products = 2 * layers * layer_products(a) / m.tp * (forwards + 2)
+    products += 2 * layers * mlp_products(a) / m.tp * m.parallel.recomputes("mlp")
+    matmul = m.tokens * (products + head * (3 + m.distills))
     attention = layers * 4 * a.num_attention_heads / m.tp * a.kv_channels
     attention *= m.tokens * (m.length + 1) / 2
-    passes = forwards + (recompute == "selective") + _ATTENTION_BACKWARD
+    passes = forwards + m.parallel.recomputes("core_attn") + _ATTENTION_BACKWARD
     kept = layers * activations.layer(m, None) + activations.head_kept(m) * stage.is_last
+    repeated = layers * activations.mlp_kept(m) * m.parallel.recomputes("mlp")
     links, network = _communication(stage)
     return Work(
         matmul_flops=count * matmul,
         attention_flops=count * attention * passes,
-        traffic_bytes=count * kept * (forwards + 1),
+        traffic_bytes=count * (kept * (forwards + 1) + repeated),
         update_bytes=stage.parameters * (_UPDATE_BYTES / stage.copies + 2 * 4),
         link_bytes=links,
         network_bytes=network,
@@ -183,7 +184,8 @@ def _layer_parts(m: Microbatch) -> int:
     """Count the gathers and scatters of a layer; an all-reduce is one of each."""
     # both products of attention and MLP; with sequence parallelism the inputs of the
     # column-parallel ones are gathered again for their weights' gradients
-    return 4 * (_forwards(m) + 1) + 2 * m.parallel.sequence_parallel
+    repeated = 2 * m.parallel.recomputes("mlp")
+    return 4 * (_forwards(m) + 1) + 2 * m.parallel.sequence_parallel + repeated
 
 
 def _embedding_parts(m: Microbatch) -> int:

@@ -33,7 +33,7 @@ PROCESSES = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1_pp1": {},
     "tp2_pp1": {"tensor_model_parallel_size": 2},
-    "tp1_pp2": {"pipeline_model_parallel_size": 2},
+    "tp1_pp2": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
     "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
 }
 SAVED_IN = "tp2_pp1"

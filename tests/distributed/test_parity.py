@@ -22,6 +22,10 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_num_layers": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2_uneven": (
+        2,
+        {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
+    ),
     "tp2_pp2_sp": (
         4,
         {
@@ -46,6 +50,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "selective": (1, {"recompute_granularity": "selective"}),
+    "selective_mlp_tp2_sp": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp", "core_attn"],
+        },
+    ),
     "recompute_units": (1, {"recompute_granularity": "full", "recompute_num_layers": 2}),
     "selective_tp2_pp2_vp2_sp": (
         4,

@@ -20,6 +20,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": TP2,
     "tp2_sp": {**TP2, "sequence_parallel": True},
@@ -27,6 +28,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recompute_pp2": {**PP2, **FULL},
     "pp2_vp2": VP2,
     "recompute_pp2_vp2": {**VP2, **FULL},
+    "mlp_tp2_sp": {**TP2, **MLP, "sequence_parallel": True},
+    "mlp_uneven_pp2": {**PP2, **MLP, "num_layers_in_first_pipeline_stage": 3},
     "dp2": {},
 }
 # Rounding of a bf16 step: 8 bits in every activation, and other orders of summation.
@@ -50,6 +53,7 @@ CASES = [
     *((model, layout, "fp32") for model in MODELS for layout in LAYOUTS),
     *((model, layout, "bf16") for model in MODELS for layout in ("tp2_sp", "pp2", "dp2")),
     ("untied", "recompute_pp2_vp2", "bf16"),
+    ("untied", "mlp_uneven_pp2", "bf16"),
 ]
 
 

@@ -132,9 +132,17 @@ MUTATIONS = [
     Mutation(
         "fp32 copies stay as built after a checkpoint's weights are loaded",
         ENGINE,
-        "if self._optimizer is not None and $RELOAD:\n    self._optimizer.reload_model_params()",
+        "self._optimizer.reload_model_params()",
         "pass",
         TINY_STEP + "[from_checkpoint-bf16]",
+        inside="load",
+    ),
+    Mutation(
+        "a loaded checkpoint gives the rounded weights to the optimizer",
+        ENGINE,
+        "checkpoint.load_masters($$$ARGUMENTS)",
+        "pass",
+        LOADED + "test_a_loaded_checkpoint_gives_its_fp32_weights[True]",
     ),
     Mutation(
         "fp32 copies stay as built after an export's weights are loaded",

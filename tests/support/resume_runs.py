@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dms_train.mcore import groups
+from dms_train.mcore import compat, groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights
@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
     "pp2_vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
 SAME = [
@@ -108,9 +108,24 @@ def same_layout(layout: str, dtype: str, view: ParallelView, out: Path) -> None:
     keep(engine, train(engine, HALF, STEPS), out / f"{name}-resumed")
 
 
+def fp32_weights(engine: McoreEngine) -> list[torch.Tensor]:
+    """Copies of this rank's share of the weights that the optimizer updates."""
+    compat.create_optimizer_state(engine._optimizer)  # reading would leave an incomplete one
+    return [
+        compat.parameter_state(part, parameter)["param"].detach().clone()
+        for part in compat.optimizer_parts(engine._optimizer)
+        for parameter in part.model_param_group_index_map
+    ]
+
+
 def other_layout(source: str, layout: str, dtype: str, view: ParallelView, out: Path) -> None:
     engine = build(layout, dtype, view, 55)
-    engine.load(out / f"{source}-{dtype}-checkpoint", with_optimizer=True)
+    checkpoint = out / f"{source}-{dtype}-checkpoint"
+    engine.load(checkpoint, with_optimizer=False)
+    alone = fp32_weights(engine)
+    engine.load(checkpoint, with_optimizer=True)
+    for found, whole in zip(alone, fp32_weights(engine), strict=True):
+        assert torch.equal(found, whole)
     keep(engine, train(engine, HALF, STEPS), out / f"{source}-to-{layout}-{dtype}")
 
 

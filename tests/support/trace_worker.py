@@ -26,9 +26,10 @@ SIZES = {
 WORLD_SIZE = 16
 # tensor, pipeline and virtual pipeline size, sequence parallelism, recomputation
 LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
-    "tp2_pp2": (2, 2, None, True, None),
+    "uneven_tp2_pp2": (2, 2, None, True, None),
     "tp4_pp2_vp2_full": (4, 2, 2, True, "full"),
     "tp2_pp4_no_sequence": (2, 4, None, False, None),
+    "tp2_mlp": (2, 1, None, True, "mlp"),
     "dp16": (1, 1, None, False, None),
     "tied_tp2_pp4": (2, 4, None, True, None),
     "tied_dp16": (1, 1, None, False, None),
@@ -40,18 +41,21 @@ def architecture(layout: str) -> Architecture:
     return configs.architecture(**SIZES, tie_word_embeddings=layout.startswith("tied"))
 
 
-def config(layout: str) -> RunConfig:
+def config(layout: str, **changes: Any) -> RunConfig:
     """A configuration in one of the layouts."""
     tp, pp, vp, sequence, recompute = LAYOUTS[layout]
     return configs.config(
         parallel__tensor_model_parallel_size=tp,
         parallel__pipeline_model_parallel_size=pp,
         parallel__virtual_pipeline_model_parallel_size=vp,
+        parallel__num_layers_in_first_pipeline_stage=5 if layout.startswith("uneven") else None,
         parallel__sequence_parallel=sequence,
-        parallel__recompute_granularity=recompute,
+        parallel__recompute_granularity="selective" if recompute == "mlp" else recompute,
+        parallel__recompute_modules=("mlp" if recompute == "mlp" else "core_attn",),
         parallel__params_dtype="bf16",
         data__seq_length=256,
         data__global_batch_size=64,
+        **changes,
     )
 
 
@@ -70,7 +74,7 @@ def compared(layout: str) -> dict[str, Any]:
 
 def whole() -> dict[str, Any]:
     """Calls and bytes of one step of the whole configuration, and those extended to it."""
-    made, model = config("tp2_pp2"), architecture("tp2_pp2")
+    made, model = config("uneven_tp2_pp2"), architecture("uneven_tp2_pp2")
     extended = collectives.trace(made, model, WORLD_SIZE, 0)
     with collectives._one_process(WORLD_SIZE, 0):
         engine, names = collectives._engine(made, model)
@@ -84,10 +88,18 @@ def whole() -> dict[str, Any]:
     }
 
 
+def reductions(bucket_size: int | None) -> float:
+    """Number of gradient reductions in a step of 16 copies."""
+    made = config("dp16", parallel__ddp_bucket_size=bucket_size)
+    found = collectives.trace(made, architecture("dp16"), WORLD_SIZE, 0)
+    return next(t.calls for c, t in found.items() if _name(c) == "reduce-scatter data 16")
+
+
 def _name(collective: collectives.Collective) -> str:
     return f"{collective.kind} {collective.group} {collective.ranks}"
 
 
 if __name__ == "__main__":
     results = {layout: compared(layout) for layout in LAYOUTS}
-    Path(sys.argv[1]).write_text(json.dumps({**results, "whole": whole()}))
+    results |= {"whole": whole(), "reductions": [reductions(None), reductions(100_000)]}
+    Path(sys.argv[1]).write_text(json.dumps(results))

@@ -53,27 +53,46 @@ def _param_state(
     metadata: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, ShardedTensorFactory]]:
     """Return the state of each parameter that this rank holds elements of, in Megatron's order."""
-    sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    shard_of = {shard.data: shard for shard in nested_values(sharded)}
     state: dict[int, dict[str, ShardedTensorFactory]] = {}
-    for ranges in part.gbuf_ranges:
-        for buckets in ranges.values():
-            for bucket in buckets:
-                for parameter, held in bucket["param_map"].items():
-                    if parameter not in shard_of:
-                        raise ValueError(f"a parameter has no place: {KEEP_VARS_HINT}")
-                    tensors = compat.parameter_state(part, parameter)
-                    state[len(state)] = {
-                        name: _in_blocks(
-                            name,
-                            tensors[name],
-                            shard_of[parameter],
-                            held["param"].start,
-                            is_loading,
-                        )
-                        for name in _STATES
-                    }
+    for parameter, shard, first in _held(part, model_sharded_state_dict):
+        tensors = compat.parameter_state(part, parameter)
+        state[len(state)] = {
+            name: _in_blocks(name, tensors[name], shard, first, is_loading) for name in _STATES
+        }
     return state
+
+
+def _held(part: Any, models: dict[str, Any]) -> Iterator[tuple[Any, Any, int]]:
+    """Yield each parameter with elements here, its entry of the checkpoint, the first element."""
+    sharded, _ = extract_sharded_tensors_and_factories(models)
+    shard_of = {shard.data: shard for shard in nested_values(sharded)}
+    for ranges in part.gbuf_ranges:
+        for bucket in (bucket for buckets in ranges.values() for bucket in buckets):
+            for parameter, held in bucket["param_map"].items():
+                if parameter not in shard_of:
+                    raise ValueError(f"a parameter has no place: {KEEP_VARS_HINT}")
+                yield parameter, shard_of[parameter], held["param"].start
+
+
+class Masters:
+    """This rank's fp32 weights in the optimizer, loaded from a checkpoint without its moments."""
+
+    KEY = "optimizer.state.param."
+
+    def __init__(self, optimizer: Any, models: dict[str, Any]) -> None:
+        """Take the optimizer, whose state exists, and the sharded entries of the model chunks."""
+        self._tensors: dict[str, Tensor] = {}
+        self.sharded: dict[str, ShardedTensorFactory] = {}
+        for number, part in enumerate(compat.optimizer_parts(optimizer)):
+            for index, (parameter, shard, first) in enumerate(_held(part, models)):
+                name, run = f"{number}.{index}", compat.parameter_state(part, parameter)["param"]
+                self._tensors[name] = run
+                self.sharded[name] = _in_blocks("param", run, shard, first, is_loading=True)
+
+    def set(self, loaded: dict[str, Tensor]) -> None:
+        """Copy what `dist_checkpointing.load` returned for `sharded`."""
+        for name, run in self._tensors.items():
+            run.detach().copy_(loaded[name])
 
 
 def _in_blocks(

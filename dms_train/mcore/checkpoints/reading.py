@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dms_train.mcore import compat, groups
 from dms_train.mcore.checkpoints import checksums, optimizer_shards
+from dms_train.mcore.checkpoints.optimizer_shards import Masters
 from dms_train.mcore.checkpoints.state import (
     damaged_files,
     read_state,
@@ -88,14 +89,17 @@ def _sharding() -> dict[str, Any]:
     }
 
 
-def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Return the sharded state dict of the model, and of the optimizer unless it is None."""
-    sharding = _sharding()
+def _sharded_models(chunks: list[Any]) -> dict[str, Any]:
     names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-    models = {
-        name: chunk.sharded_state_dict(metadata=sharding)
+    return {
+        name: chunk.sharded_state_dict(metadata=_sharding())
         for name, chunk in zip(names, chunks, strict=True)
     }
+
+
+def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """Return the sharded state dict of the model, and of the optimizer unless it is None."""
+    sharding, models = _sharding(), _sharded_models(chunks)
     state: dict[str, Any] = dict(models)
     if optimizer is not None:
         compat.create_optimizer_state(optimizer)
@@ -117,7 +121,7 @@ def check(path: Path) -> dict[str, Any]:
     state = read_state(path)
     name = _METADATA_FILE
     try:
-        metadata = _MetadataReader(io.BytesIO((path / _METADATA_FILE).read_bytes())).load()
+        metadata = _metadata(path)
         for name, content in _pickles(path, metadata):
             _require_plain(name, content)
     except OSError as error:
@@ -130,6 +134,11 @@ def check(path: Path) -> dict[str, Any]:
             "do not load files from sources you do not trust"
         ) from error
     return state
+
+
+def _metadata(path: Path) -> Metadata:
+    metadata = _MetadataReader(io.BytesIO((path / _METADATA_FILE).read_bytes())).load()
+    return cast(Metadata, metadata)
 
 
 def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
@@ -202,19 +211,34 @@ def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
     if optimizer is not None:
         compat.create_optimizer_state(optimizer)
         compat.accept_loaded_state(optimizer)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group)
-    try:
-        state = dist_checkpointing.load(
-            sharded_state(chunks, optimizer, loading=True), str(path), strategy
-        )
-    except (CheckpointException, CheckpointingException) as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        raise CheckpointError(
-            f"checkpoint {path}: cannot be loaded ({reason}); is it one of this model?"
-        ) from error
+    state = _load(path, sharded_state(chunks, optimizer, loading=True))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"], strict=True)
     if optimizer is not None:
         compat.load_optimizer_state(optimizer, state["optimizer"])
         fusions.fuse_adam(optimizer)
+
+
+def load_masters(path: Path, chunks: list[Any], optimizer: Any) -> None:
+    """Load the optimizer's fp32 weights, in any layout, if the checkpoint has them.
+
+    The moments of Adam stay as they are. `load` has checked the folder.
+    """
+    if not any(key.startswith(Masters.KEY) for key in _metadata(path).state_dict_metadata):
+        return
+    compat.create_optimizer_state(optimizer)
+    masters = Masters(optimizer, _sharded_models(chunks))
+    masters.set(_load(path, masters.sharded))
+
+
+def _load(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
+    """Load the sharded entries; all ranks call it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group)
+    try:
+        return cast(dict[str, Any], dist_checkpointing.load(sharded, str(path), strategy))
+    except (CheckpointException, CheckpointingException) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise CheckpointError(
+            f"checkpoint {path}: cannot be loaded ({reason}); is it one of this model?"
+        ) from error

@@ -77,12 +77,15 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
         sequence_parallel=options.sequence_parallel,
         # The interleaved schedule may exchange two messages between the same two ranks at a time;
         # batched, they would be mixed up without an error.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         recompute_granularity=options.recompute_granularity,
+        recompute_modules=list(options.recompute_modules),
         recompute_method="uniform" if full else None,
         recompute_num_layers=options.recompute_num_layers if full else None,
     )

@@ -26,11 +26,14 @@ def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
     return [Float16Module(config, model) if config.bf16 else model for model in models]
 
 
-def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
+def data_parallel(
+    config: TransformerConfig, chunks: list[Any], bucket_size: int | None
+) -> list[Any]:
     """Wrap this rank's chunks in gradient buckets with fp32 reduction.
 
     With several copies the reduction overlaps the backward pass, and updated weights are gathered
     during the next forward pass. Call `wait_for_param_gather` before reading them elsewhere.
+    `bucket_size` is the number of parameters of a bucket; None for megatron-core's default.
     """
     overlap = parallel_state.get_data_parallel_world_size() > 1
     ddp = DistributedDataParallelConfig(
@@ -38,6 +41,7 @@ def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
+        bucket_size=bucket_size,
     )
     wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)

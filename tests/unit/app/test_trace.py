@@ -48,3 +48,11 @@ def test_few_layers_short_samples_and_few_microbatches_stand_for_many(
         assert extended[name][1] == pytest.approx(size, rel=1e-9), name
         if "data" not in name:  # the number of gradient buckets depends on their sizes
             assert extended[name][0] == pytest.approx(calls, rel=1e-9), name
+
+
+@pytest.mark.timeout(600)
+def test_ddp_bucket_size_divides_the_reduction_of_gradients(found: dict[str, Any]) -> None:
+    """The model has 2.3 million parameters; each layer of it exceeds a bucket of 100,000."""
+    default, small = found["reductions"]
+    assert default == 1
+    assert small > 8

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dms_train.app.start_point import StartPoint, load_start
 from dms_train.hf.directory import WeightReader
+from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.model.weights import RandomWeights
@@ -76,6 +77,40 @@ def test_a_step_at_a_tiny_learning_rate_moves_loaded_weights_by_no_more(
     # Adam's first update is the learning rate; the weights round as they are stored
     assert not {name: distance for name, distance in moved.items() if distance > 2 * LR}
     assert max(moved.values()) > 0
+
+
+def masters(engine: McoreEngine) -> list[Tensor]:
+    """Copies of the fp32 weights that the optimizer updates."""
+    (part,) = compat.optimizer_parts(engine._optimizer)
+    return [
+        compat.parameter_state(part, parameter)["param"].detach().clone()
+        for parameter in engine._models[0].parameters()
+    ]
+
+
+@pytest.mark.parametrize("with_masters", [True, False])
+def test_a_loaded_checkpoint_gives_its_fp32_weights(
+    build: Build, with_masters: bool, tmp_path: Path
+) -> None:
+    """Without the optimizer's state in the checkpoint they are the bf16 weights."""
+    trained = build("llama", "dms", "bf16")
+    trained.begin_stage(replace(RATE, max_lr=1e-3, min_lr=1e-3))
+    trained.train_step(StepPlan(loss="lm"), tiny.microbatches(0, 1))
+    save = trained.save if with_masters else trained.save_weights
+    save(tmp_path / "saved", {})
+    engine = build("llama", "dms", "bf16")
+    engine.load_hf(source(engine))
+    load_start(engine, start(engine, tmp_path / "saved"))
+    expected = masters(trained)
+    rounded = [tensor.bfloat16().float() for tensor in expected]
+    assert any(
+        (exact - near).abs().max() > 0 for exact, near in zip(expected, rounded, strict=True)
+    )
+    for found, wanted in zip(masters(engine), expected if with_masters else rounded, strict=True):
+        assert torch.equal(found, wanted)
+    (part,) = compat.optimizer_parts(engine._optimizer)
+    moments = [state["exp_avg"] for state in part.optimizer.state.values() if state]
+    assert not any(moment.any() for moment in moments)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -22,8 +22,10 @@ TP, PP, VP = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 BF16: dict[str, Any] = {"params_dtype": "bf16"}
 SP: dict[str, Any] = {TP: 2, "sequence_parallel": True}
+MLP: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 
 
@@ -59,6 +61,10 @@ CASES = {
     "qwen3": case(family="qwen3", length=640),
     "lm": case(distills=False),
     "selective": case({"recompute_granularity": "selective"}),
+    "mlp": case(MLP),
+    "mlp_lm_qwen3": case(MLP, family="qwen3", distills=False),
+    "mlp_core_attn": case({**MLP, "recompute_modules": ["core_attn", "mlp"]}),
+    "tp2_sp_mlp": case(SP, MLP),
     "full": case(FULL),
     "full_units": case(FULL, {"recompute_num_layers": 2}, distills=False),
     "tp2": case({TP: 2}),
@@ -69,6 +75,8 @@ CASES = {
     "pp4_second": case({PP: 4}, stage=1, microbatches=4),
     "pp2_vp2_first": case({PP: 2, VP: 2}),
     "pp2_vp2_last": case({PP: 2, VP: 2}, stage=1),
+    "pp2_uneven_last": case({PP: 2, FIRST: 5}, stage=1),
+    "pp3_vp2_uneven_first": case({PP: 3, VP: 2, FIRST: 4, LAST: 2}, microbatches=6),
     "pp2_vp4_full": case({PP: 2, VP: 4}, FULL),
     "pp2_tp2_sp_full": case({PP: 2}, SP, FULL, stage=1),
     "dmc": case(method="dmc"),

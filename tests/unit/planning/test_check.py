@@ -14,6 +14,10 @@ from tests.support import configs
 TP = "parallel__tensor_model_parallel_size"
 PP = "parallel__pipeline_model_parallel_size"
 VP = "parallel__virtual_pipeline_model_parallel_size"
+FIRST = "parallel__num_layers_in_first_pipeline_stage"
+LAST = "parallel__num_layers_in_last_pipeline_stage"
+SELECTIVE = {"parallel__recompute_granularity": "selective"}
+MODULES = "parallel__recompute_modules"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
 GRAPH = {"parallel__cuda_graph": "always"}
@@ -40,6 +44,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (2, {TP: 2}),
         (8, {TP: 2, PP: 2, "parallel__sequence_parallel": True}),
         (4, {PP: 2, VP: 2}),
+        (6, {PP: 3, FIRST: 1, LAST: 1}),
         (
             1,
             {
@@ -75,6 +80,14 @@ def test_sound_configurations_pass(world_size, changes):
         (3, {PP: 3}, "the model's 4 layers do not divide into 3 chunks"),
         (1, {VP: 2}, "needs parallel.pipeline_model_parallel_size above 1"),
         (2, {PP: 2, VP: 4}, "do not divide into 8 chunks"),
+        (2, {FIRST: 1}, "need parallel.pipeline_model_parallel_size above 1"),
+        (4, {PP: 4, FIRST: 2}, "(layers by stage: 2, 0, 0, 0)"),
+        (2, {PP: 2, FIRST: 2, LAST: 1}, "(layers by stage: 2, 1)"),
+        (2, {PP: 2, FIRST: 0}, "parallel.num_layers_in_first_pipeline_stage=0"),
+        (2, {PP: 2, VP: 2, LAST: 1}, "3, 1 layers by stage do not divide into 2 chunks each"),
+        (1, {**SELECTIVE, MODULES: ("mpl",)}, "recompute_modules=[mpl]: name one or both of"),
+        (1, {**SELECTIVE, MODULES: ()}, "recompute_modules=[]: name one or both of core_attn, mlp"),
+        (1, {MODULES: ("mlp",)}, "needs parallel.recompute_granularity=selective"),
         (4, {PP: 2, VP: 2, "data__global_batch_size": 6}, "use a multiple of 4"),
         (1, {"parallel__sequence_parallel": True}, "parallel.sequence_parallel=true: needs"),
         (

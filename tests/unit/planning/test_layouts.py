@@ -17,6 +17,7 @@ from tests.support import configs
 BIG = configs.KNOWN["llama31_8b"]
 H100 = GPUS["h100"]
 TP, PP = "parallel__tensor_model_parallel_size", "parallel__pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 SIZE = {
     "data__seq_length": 4096,
     "data__global_batch_size": 64,
@@ -65,6 +66,26 @@ def test_the_words_of_a_layout_make_it():
             for key, value in changes.items()
         }
         assert config(**typed) == layout.config
+
+
+def test_gpus_that_no_even_pipeline_divides_get_an_uneven_one():
+    model = configs.KNOWN["qwen_r1_32b"]
+    found = layouts.search(config(), model, 24, H100)
+    assert found
+    for layout in found:
+        parallel = layout.config.parallel
+        pp = parallel.pipeline_model_parallel_size
+        assert model.num_layers % pp
+        stages = parallel.stage_layers(model.num_layers)
+        assert (len(stages), sum(stages)) == (pp, model.num_layers)
+        # the other layouts of the same sizes, with the layers moved by one, are not faster
+        first, last = stages[0], stages[-1]
+        for moved in ((first - 1, last + 1), (first + 1, last - 1)):
+            ends = dict(zip((FIRST, LAST), moved, strict=True))
+            other = replace(layout.config, parallel=replace(parallel, **ends))
+            if min(moved) > 0:
+                time = layouts.planned(other, model, 24, H100).time.total
+                assert time >= layout.time.total * 0.999
 
 
 def test_what_does_not_divide_is_answered_with_what_does():

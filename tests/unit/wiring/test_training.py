@@ -247,6 +247,16 @@ WIRES: dict[str, Wire] = {
         megatron("virtual_pipeline_model_parallel_size"),
         others={"parallel.pipeline_model_parallel_size": 2},
     ),
+    "parallel.num_layers_in_first_pipeline_stage": Wire(
+        3,
+        megatron("num_layers_in_first_pipeline_stage"),
+        others={"parallel.pipeline_model_parallel_size": 2},
+    ),
+    "parallel.num_layers_in_last_pipeline_stage": Wire(
+        3,
+        megatron("num_layers_in_last_pipeline_stage"),
+        others={"parallel.pipeline_model_parallel_size": 2},
+    ),
     "parallel.layers": Wire("transformer_engine", layers, "parallel.layers=transformer_engine"),
     "parallel.distributed_timeout_minutes": Wire(4.0, patience, 120.0),
     "parallel.sequence_parallel": Wire(
@@ -262,6 +272,12 @@ WIRES: dict[str, Wire] = {
     ),
     "parallel.recompute_granularity": Wire(
         "full", lambda b: b.engine._models[0].decoder.config.recompute_granularity
+    ),
+    "parallel.recompute_modules": Wire(
+        ["mlp"],
+        lambda b: [layer.recompute_mlp for layer in b.engine._models[0].decoder.layers],
+        [True, True],
+        others={"parallel.recompute_granularity": "selective"},
     ),
     "parallel.recompute_num_layers": Wire(
         2,
@@ -316,6 +332,9 @@ ELSEWHERE = {
     "observe.project": "unit/observe/test_sinks.py::test_the_names_of_a_run_read_back",
     "observe.entity": "unit/observe/test_sinks.py::test_the_names_of_a_run_read_back",
     "observe.name": "unit/observe/test_sinks.py::test_the_names_of_a_run_read_back",
+    "parallel.ddp_bucket_size": (
+        "unit/app/test_trace.py::test_ddp_bucket_size_divides_the_reduction_of_gradients"
+    ),
     "run.resume": "e2e/bad_inputs/test_run.py::test_bad_input_is_refused",
     "run.dry_run": "e2e/test_evaluate_stage.py::test_the_plan_names_the_tasks",
 }
