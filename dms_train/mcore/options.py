@@ -27,6 +27,8 @@ class ParallelOptions:
     Attributes:
         virtual_pipeline_model_parallel_size: Model chunks per pipeline stage (interleaved
             schedule); None for one.
+        expert_model_parallel_size: Number of data-parallel ranks that share the experts of a
+            mixture of experts; 1 where every rank holds all of them.
         sequence_parallel: Shard norms and residuals over tokens within the tensor-parallel group.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (core attention) or `full` (whole layers).
@@ -42,6 +44,7 @@ class ParallelOptions:
     tensor_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     pipeline_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(2)] = None
+    expert_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     sequence_parallel: bool = False
     params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
     recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None

@@ -30,6 +30,7 @@ from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.layers.backend import LayerBackend
+from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
@@ -85,6 +86,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         recompute_granularity=options.recompute_granularity,
         recompute_method="uniform" if full else None,
         recompute_num_layers=options.recompute_num_layers if full else None,
+        **expert_options(a, options),
     )
 
 

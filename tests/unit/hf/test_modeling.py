@@ -18,6 +18,19 @@ def classes(family):
     return getattr(code, f"{prefix}ConfigDMS"), getattr(code, f"{prefix}ForCausalLMDMS")
 
 
+def in_memory(weights, a):
+    """The tensors of files as transformers 5 holds them: one tensor for the experts of a layer."""
+    joined = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(a.num_layers if a.experts else 0):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([weights[f"{at}.{n}.{part}_proj.weight"] for n in range(a.experts.count)])
+            for part in ("gate", "up", "down")
+        )
+        joined |= {f"{at}.gate_up_proj": torch.cat([gate, up], 1), f"{at}.down_proj": down}
+    return joined
+
+
 def build(family, weights, architecture, spec, *, flat=False):
     """A model from our config keys and weights, without a directory."""
     from dms_train.hf.architecture import to_hf_config
@@ -31,7 +44,7 @@ def build(family, weights, architecture, spec, *, flat=False):
     values.pop("model_type")
     config_class, model_class = classes(family)
     model = model_class(config_class(**values, attn_implementation="eager"))
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing, unexpected = model.load_state_dict(in_memory(weights, architecture), strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected
     model.tie_weights()
