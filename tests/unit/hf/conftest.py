@@ -83,6 +83,19 @@ def random_weights() -> Callable[..., Weights]:
     return _weights
 
 
+def in_memory(weights: Weights, a: Architecture) -> Weights:
+    """The tensors of files as transformers 5 holds them: one tensor for the experts of a layer."""
+    joined = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(a.num_layers if a.experts else 0):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([weights[f"{at}.{n}.{part}_proj.weight"] for n in range(a.experts.count)])
+            for part in ("gate", "up", "down")
+        )
+        joined |= {f"{at}.gate_up_proj": torch.cat([gate, up], 1), f"{at}.down_proj": down}
+    return joined
+
+
 def small_spec(preset: str, window: int = 4) -> DMSSpec:
     """A preset with a window that short sequences leave."""
     return PRESETS[preset].override(window=window).spec

@@ -7,6 +7,7 @@ import torch
 
 from dms_train.families import FAMILIES
 from tests.support.shipped import shipped_module
+from tests.unit.hf.conftest import in_memory
 
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 
@@ -16,19 +17,6 @@ def classes(family):
     prefix = FAMILIES[family].classes
     code = shipped_module(f"modeling_{family}_dms", family)
     return getattr(code, f"{prefix}ConfigDMS"), getattr(code, f"{prefix}ForCausalLMDMS")
-
-
-def in_memory(weights, a):
-    """The tensors of files as transformers 5 holds them: one tensor for the experts of a layer."""
-    joined = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
-    for layer in range(a.num_layers if a.experts else 0):
-        at = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            torch.stack([weights[f"{at}.{n}.{part}_proj.weight"] for n in range(a.experts.count)])
-            for part in ("gate", "up", "down")
-        )
-        joined |= {f"{at}.gate_up_proj": torch.cat([gate, up], 1), f"{at}.down_proj": down}
-    return joined
 
 
 def build(family, weights, architecture, spec, *, flat=False):
