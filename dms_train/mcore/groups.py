@@ -38,6 +38,7 @@ class ParallelView:
     ep_size: int
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    expert_dp_group: dist.ProcessGroup
 
     @property
     def is_last_stage(self) -> bool:
@@ -97,6 +98,7 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        expert_dp_group=parallel_state.get_expert_data_parallel_group(),
     )
 
 

@@ -53,10 +53,12 @@ class ParallelOptions:
     layers: Annotated[str, OneOf(*LAYERS)] = "auto"
     distributed_timeout_minutes: Annotated[float, Positive()] = 10.0
 
-    def graph_obstacles(self, world_size: int) -> Iterator[str]:
+    def graph_obstacles(self, world_size: int, experts: int = 0) -> Iterator[str]:
         """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy."""
         if world_size > 1:
             yield f"one process can be captured and there are {world_size}; use auto"
+        if experts:
+            yield "a mixture of experts counts the tokens of each on the host; use auto"
         if self.recompute_granularity is not None:
             yield (
                 f"parallel.recompute_granularity={self.recompute_granularity} reads random states "

@@ -54,7 +54,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
     return TransformerConfig(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
-        ffn_hidden_size=a.ffn_hidden_size,
+        # with two widths megatron would copy this configuration, which may refer to process groups
+        ffn_hidden_size=a.ffn_hidden_size if a.experts is None else a.experts.ffn_hidden_size,
         num_attention_heads=a.num_attention_heads,
         num_query_groups=a.num_query_groups,
         kv_channels=a.kv_channels,

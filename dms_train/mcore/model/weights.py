@@ -87,6 +87,11 @@ def is_vocabulary(name: str) -> bool:
     return name in ("model.embed_tokens.weight", "lm_head.weight")
 
 
+def is_divided_expert(parameter: Any) -> bool:
+    """Return whether expert parallelism divides the experts, and this parameter is of one."""
+    return not getattr(parameter, "allreduce", True)  # megatron's mark of such parameters
+
+
 def load(
     chunks: list[Any], source: WeightSource, architecture: Architecture, view: ParallelView
 ) -> None:
