@@ -365,8 +365,7 @@ class McoreEngine:
         view = self.view
 
         def whole(parameter: Any) -> Tensor:
-            divided = weights.is_divided_expert(parameter)
-            group = view.expert_dp_group if divided else view.dp_group
+            group = view.expert_dp_group if weights.is_expert(parameter) else view.dp_group
             return compat.reduced_gradient(self._optimizer, parameter, group)
 
         gradients = {

@@ -30,6 +30,10 @@ class _Experts(SequentialMLP):
             activation_func=FusedSwiGLU,
         )
         super().__init__(count, config, submodules, pg_collection)
+        for parameter in self.parameters():
+            # megatron gives experts an optimizer of their own only where ranks share them; a
+            # checkpoint of one layout would not fit another
+            setattr(parameter, "allreduce", False)  # noqa: B010
 
 
 class _Router(TopKRouter):

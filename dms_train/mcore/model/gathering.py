@@ -16,7 +16,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import mapping
-from dms_train.mcore.model.weights import global_names, is_divided_expert, is_vocabulary
+from dms_train.mcore.model.weights import global_names, is_expert, is_vocabulary
 
 
 class _Place(NamedTuple):
@@ -135,7 +135,7 @@ class _Gatherer:
         shape = list(local.shape)
         if getattr(parameter, "tensor_model_parallel", False):
             shape[parameter.partition_dim] *= self._view.tp_size
-        ep = self._view.ep_rank if is_divided_expert(parameter) else None
+        ep = self._view.ep_rank if is_expert(parameter) else None
         return _Stored(self.place.pp, ep, tuple(shape), local.dtype)
 
     def turns(self, shards: list[list[ParameterMap]]) -> Iterator[list[_Shard]]:

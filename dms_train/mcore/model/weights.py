@@ -87,8 +87,8 @@ def is_vocabulary(name: str) -> bool:
     return name in ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def is_divided_expert(parameter: Any) -> bool:
-    """Return whether expert parallelism divides the experts, and this parameter is of one."""
+def is_expert(parameter: Any) -> bool:
+    """Return whether the parameter is of an expert, which expert parallelism divides."""
     return not getattr(parameter, "allreduce", True)  # megatron's mark of such parameters
 
 
