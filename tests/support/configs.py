@@ -58,7 +58,7 @@ def config(**changes: Any) -> RunConfig:
 
 def experts_of(family: str) -> Experts | None:
     """Four small experts in families that have them."""
-    if not FAMILIES[family].has_experts:
+    if family not in FAMILIES or not FAMILIES[family].has_experts:
         return None
     return Experts(count=4, topk=2, ffn_hidden_size=24, normalize=True)
 
@@ -78,6 +78,7 @@ def architecture(**changes: Any) -> Architecture:
         "layernorm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     }
+    values["experts"] = experts_of(changes.get("family", "llama"))
     return Architecture(**{**values, **changes})
 
 
