@@ -15,6 +15,7 @@ from benchmarks.serve.models import KEPT, WINDOW, random_model
 from benchmarks.serve.peer import write_config
 from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.export.writer import write_export
+from dms_train.inference.models.blocks import MLP
 from dms_train.inference.models.decoder import Decoder
 
 _SETTINGS_FILE = "random_weights.json"
@@ -104,6 +105,7 @@ def _named(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     yield "model.embed_tokens.weight", decoder.embed_tokens.weight
     for number, layer in enumerate(decoder.decoder_layers):
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, MLP)
         rows = (a.num_attention_heads * a.kv_channels, key_rows, key_rows)
         query, key, value = attention.qkv_proj.weight.split(rows)
         gate, up = mlp.gate_up_proj.weight.chunk(2)

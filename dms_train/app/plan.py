@@ -17,7 +17,7 @@ from dms_train.method.schedule import evicted_fraction
 from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.memory import active_parameter_count, parameter_count
 from dms_train.planning.run_size import taken_branches
 from dms_train.training.stages import Action, Stage, build_stages
 
@@ -97,9 +97,10 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     copies = world_size // (tp * pp)
     passes = data.global_batch_size // (data.micro_batch_size * copies)
+    active = f", {active_parameter_count(a):,} of them active" if a.experts else ""
     yield (
-        f"model   {a.family}, {parameter_count(a):,} parameters: {a.num_layers} layers, hidden "
-        f"{a.hidden_size}, {a.num_attention_heads} query and {a.num_query_groups} KV heads "
+        f"model   {a.family}, {parameter_count(a):,} parameters{active}: {a.num_layers} layers, "
+        f"hidden {a.hidden_size}, {a.num_attention_heads} query and {a.num_query_groups} KV heads "
         f"of {a.kv_channels}"
     )
     stages = p.stage_layers(a.num_layers)

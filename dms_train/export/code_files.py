@@ -33,7 +33,7 @@ from transformers.models.{family}.modeling_{family} import {classes}Attention, {
 # transformers 4 copies only the files that this one imports, not those that they import.
 {imports}
 from .configuration_{family}_{method} import {classes}Config{METHOD}
-
+{expert_files}
 
 class {classes}Attention{METHOD}({METHOD}Attention, {classes}Attention):
     """{classes}Attention with {METHOD}."""
@@ -45,6 +45,21 @@ class {classes}ForCausalLM{METHOD}({METHOD}ForCausalLM, {classes}ForCausalLM):
     config_class = {classes}Config{METHOD}
     attention_class = {classes}Attention{METHOD}
 '''
+# transformers 5 keeps the experts of a layer in one tensor, and files have a tensor for each. It
+# looks the conversion up by model type.
+_EXPERT_FILES = """
+try:
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+except ImportError:  # transformers 4 has a module for each expert
+    pass
+else:
+    _CONVERSION = get_checkpoint_conversion_mapping("{family}")
+    register_checkpoint_conversion_mapping("{method}_{family}", _CONVERSION, overwrite=True)
+
+"""
 
 
 @typed
@@ -60,11 +75,13 @@ def shipped_code(family: str, method: str) -> dict[str, str]:
     }
     if not copied:
         return {}
+    has_experts = FAMILIES[family].has_experts
     names = {
         "family": family,
         "classes": FAMILIES[family].classes,
         "method": method,
         "METHOD": method.upper(),
+        "expert_files": _EXPERT_FILES.format(family=family, method=method) if has_experts else "",
         "imports": "\n".join(f"from .{Path(name).stem} import *  # noqa: F403" for name in copied),
     }
     return {

@@ -73,7 +73,7 @@ def pooled_weights(
         architecture: Architecture of that model.
         kv_heads: KV heads afterwards.
     """
-    dimensions = FAMILIES[architecture.family].layer_tensors
+    dimensions = FAMILIES[architecture.family].layer_tensors(architecture.num_experts)
     of_kv_heads = tuple(name for name, of in dimensions.items() if of[0] == "key")
     for name in expected_shapes(architecture):
         tensor = reader.get(name)

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 Layout = Literal["plain", "qkv", "gated"]
 # A dimension of a tensor: `hidden`, `ffn`, `head` (one head), `query` (all query heads), `key` (all
-# KV heads).
-Dimension = Literal["hidden", "ffn", "head", "query", "key"]
+# KV heads), `experts` (number of them), `expert_ffn`.
+Dimension = Literal["hidden", "ffn", "head", "query", "key", "experts", "expert_ffn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,16 @@ class Refusal(NamedTuple):
     fix: str
 
 
+LOCAL_EXPERTS = "mlp.experts.local_experts"
+"""Name of the experts in a layer of Megatron."""
 _QKV = tuple(f"self_attn.{c}_proj" for c in "qkv")
 _LAYER = (
     ParameterMap("input_layernorm.weight", ("input_layernorm.weight",)),
     ParameterMap("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), "qkv"),
     ParameterMap("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
     ParameterMap("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
-    ParameterMap("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
-    ParameterMap("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
 )
+_ROUTER = (ParameterMap("mlp.router.weight", ("mlp.gate.weight",)),)
 _QKV_BIAS = (
     ParameterMap("self_attention.linear_qkv.bias", tuple(f"{n}.bias" for n in _QKV), "qkv"),
 )
@@ -63,12 +64,12 @@ _LAYER_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "self_attn.k_proj.weight": ("key", "hidden"),
     "self_attn.v_proj.weight": ("key", "hidden"),
     "self_attn.o_proj.weight": ("hidden", "query"),
-    "mlp.gate_proj.weight": ("ffn", "hidden"),
-    "mlp.up_proj.weight": ("ffn", "hidden"),
-    "mlp.down_proj.weight": ("hidden", "ffn"),
+}
+_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "input_layernorm.weight": ("hidden",),
     "post_attention_layernorm.weight": ("hidden",),
 }
+_ROUTER_TENSORS: dict[str, tuple[Dimension, ...]] = {"mlp.gate.weight": ("experts", "hidden")}
 _QKV_BIAS_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "self_attn.q_proj.bias": ("query",),
     "self_attn.k_proj.bias": ("key",),
@@ -80,6 +81,24 @@ _QK_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
 }
 
 
+def _mlp(megatron: str, hf: str) -> tuple[ParameterMap, ...]:
+    """Map a SwiGLU MLP whose names have these prefixes."""
+    gate_and_up = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
+    return (
+        ParameterMap(f"{megatron}.linear_fc1.weight", gate_and_up, "gated"),
+        ParameterMap(f"{megatron}.linear_fc2.weight", (f"{hf}.down_proj.weight",)),
+    )
+
+
+def _mlp_tensors(hf: str, width: Dimension) -> dict[str, tuple[Dimension, ...]]:
+    """Return the tensors of a SwiGLU MLP of this width."""
+    return {
+        f"{hf}.gate_proj.weight": (width, "hidden"),
+        f"{hf}.up_proj.weight": (width, "hidden"),
+        f"{hf}.down_proj.weight": ("hidden", width),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFamily:
     """A decoder of pre-norm blocks with RoPE, grouped-query attention and SwiGLU.
@@ -89,6 +108,7 @@ class ModelFamily:
         classes: Prefix of the classes in transformers (`Llama`: LlamaConfig, LlamaForCausalLM).
         qkv_bias: Whether the q, k and v projections have a bias.
         qk_norm: Whether q and k are normalised per head before RoPE.
+        has_experts: Whether every layer has a mixture of experts in place of its MLP.
         tied_by_default: Value of `tie_word_embeddings` if config.json lacks the key.
         kv_heads_required: Whether config.json must have `num_key_value_heads`. Without it a config
             has as many KV heads as query heads.
@@ -104,6 +124,7 @@ class ModelFamily:
     classes: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    has_experts: bool = False
     tied_by_default: bool = False
     kv_heads_required: bool = True
     head_size: int | None = None
@@ -118,14 +139,27 @@ class ModelFamily:
         """Name of the model class of transformers."""
         return f"{self.classes}ForCausalLM"
 
-    @property
-    def layer_parameters(self) -> tuple[ParameterMap, ...]:
-        """Parameters of one decoder layer in Megatron, in the order of the forward pass."""
-        bias = _QKV_BIAS if self.qkv_bias else ()
-        return _LAYER + bias + (_QK_NORM if self.qk_norm else ())
+    def layer_parameters(self, experts: int = 0) -> tuple[ParameterMap, ...]:
+        """Return the parameters of one decoder layer in Megatron.
 
-    @property
-    def layer_tensors(self) -> dict[str, tuple[Dimension, ...]]:
-        """Tensors of one decoder layer in Hugging Face, by name, in file order."""
+        Args:
+            experts: Number of experts; 0 for an MLP.
+        """
+        mlp = _mlp("mlp", "mlp") if not experts else _ROUTER
+        for number in range(experts):
+            mlp += _mlp(f"{LOCAL_EXPERTS}.{number}", f"mlp.experts.{number}")
+        bias = _QKV_BIAS if self.qkv_bias else ()
+        return _LAYER + mlp + bias + (_QK_NORM if self.qk_norm else ())
+
+    def layer_tensors(self, experts: int = 0) -> dict[str, tuple[Dimension, ...]]:
+        """Return the tensors of one decoder layer in Hugging Face, by name, in file order.
+
+        Args:
+            experts: Number of experts; 0 for an MLP.
+        """
+        mlp = _mlp_tensors("mlp", "ffn") if not experts else dict(_ROUTER_TENSORS)
+        for number in range(experts):
+            mlp |= _mlp_tensors(f"mlp.experts.{number}", "expert_ffn")
         bias = _QKV_BIAS_TENSORS if self.qkv_bias else {}
-        return {**_LAYER_TENSORS, **bias, **(_QK_NORM_TENSORS if self.qk_norm else {})}
+        norms = _QK_NORM_TENSORS if self.qk_norm else {}
+        return {**_LAYER_TENSORS, **mlp, **_NORM_TENSORS, **bias, **norms}

@@ -25,6 +25,23 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture of experts in place of the MLP of every layer.
+
+    Attributes:
+        count: Number of experts of a layer.
+        topk: Number of experts that a token passes through.
+        ffn_hidden_size: Width of an expert.
+        normalize: Whether the weights of a token's experts are divided by their sum.
+    """
+
+    count: int
+    topk: int
+    ffn_hidden_size: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Llama-like decoder.
 
@@ -32,6 +49,7 @@ class Architecture:
         family: A name in `dms_train.families`.
         kv_channels: Head size d.
         num_query_groups: KV heads.
+        experts: Mixture of experts; None if every layer has one MLP of `ffn_hidden_size`.
     """
 
     family: str
@@ -47,6 +65,12 @@ class Architecture:
     layernorm_epsilon: float
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer, 0 without a mixture of experts."""
+        return 0 if self.experts is None else self.experts.count
 
     @property
     def add_qkv_bias(self) -> bool:
@@ -76,6 +100,18 @@ class Architecture:
             family_of({"model_type": self.family})
         except HFError as error:
             yield f"{path}.family={self.family}: {str(error).rpartition('; ')[2]}"
+        else:
+            yield from self._check_experts(path)
+
+    def _check_experts(self, path: str) -> Iterator[str]:
+        experts = self.experts
+        if FAMILIES[self.family].has_experts != (experts is not None):
+            fix = "state them" if experts is None else "set it to null"
+            yield f"{path}.experts: does not fit family={self.family}; {fix}"
+        if experts is not None and not 0 < experts.topk <= experts.count:
+            yield f"{path}.experts.topk={experts.topk}: use 1 to count={experts.count}"
+        if experts is not None and experts.ffn_hidden_size <= 0:
+            yield f"{path}.experts.ffn_hidden_size={experts.ffn_hidden_size}: use a number above 0"
 
 
 _REQUIRED = (
@@ -126,7 +162,7 @@ def family_of(config: Mapping[str, Any]) -> str:
 def _check_fixed(config: Values, family: ModelFamily) -> None:
     for key, only in {**_FIXED_EVERYWHERE, **family.fixed}.items():
         value = config.values.get(key, only)
-        if value != only and not (value is None and only is False):
+        if value != only and not (value is None and not only):
             raise config.refusal(key, value, f"use a {family.name} model with {key}={only!r}")
     refusal = family.refuse(config.values) if family.refuse else None
     if refusal is not None:
@@ -213,6 +249,35 @@ def _head_size(config: Values, family: ModelFamily) -> int:
     return _optional_whole(config, "head_dim", share)
 
 
+def _experts(config: Values, family: ModelFamily) -> Experts | None:
+    """Read the mixture of experts; transformers 5 writes the number of experts under a new key."""
+    if not family.has_experts:
+        return None
+    new = "num_local_experts" in config.values
+    experts = Experts(
+        count=config.whole("num_local_experts" if new else "num_experts", 128),
+        topk=config.whole("num_experts_per_tok", 8),
+        ffn_hidden_size=config.whole("moe_intermediate_size", 768),
+        normalize=config.flag("norm_topk_prob", default=False),
+    )
+    if experts.topk > experts.count:
+        fix = f"state at most the number of experts, {experts.count}"
+        raise config.refusal("num_experts_per_tok", experts.topk, fix)
+    if experts.topk == 1 and experts.normalize:
+        fix = "the router has no effect on training with norm_topk_prob=true; use another model"
+        raise config.refusal("num_experts_per_tok", 1, fix)
+    return experts
+
+
+def _expert_keys(experts: Experts) -> dict[str, Any]:
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.topk,
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "norm_topk_prob": experts.normalize,
+    }
+
+
 def _check_heads(architecture: Architecture) -> None:
     """Refuse head counts and sizes that no attention layer can have."""
     a = architecture
@@ -259,6 +324,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         layernorm_epsilon=values.positive("rms_norm_eps", 1e-6),
         tie_word_embeddings=values.flag("tie_word_embeddings", default=family.tied_by_default),
         rope_scaling=_rope_scaling(values, family),
+        experts=_experts(values, family),
     )
     _check_heads(architecture)
     return architecture
@@ -304,4 +370,6 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
     }
     if family.always_has_head_dim or a.kv_channels * a.num_attention_heads != a.hidden_size:
         config["head_dim"] = a.kv_channels
+    if a.experts is not None:
+        config |= _expert_keys(a.experts)
     return config

@@ -17,7 +17,9 @@ def _layer_shapes(a: Architecture) -> dict[str, Shape]:
         "query": a.num_attention_heads * a.kv_channels,
         "key": a.num_query_groups * a.kv_channels,
     }
-    named = FAMILIES[a.family].layer_tensors
+    if a.experts is not None:
+        sizes |= {"experts": a.experts.count, "expert_ffn": a.experts.ffn_hidden_size}
+    named = FAMILIES[a.family].layer_tensors(a.num_experts)
     return {name: tuple(sizes[of] for of in dimensions) for name, dimensions in named.items()}
 
 

@@ -84,7 +84,7 @@ class McoreEngine:
         fused = dispatch.can_fuse(backend)
         self._layer_backend = layers.choose(options.parallel.layers, view.device, fused=fused)
         self._config = transformer_config(architecture, options.parallel)
-        self._graph = choose_graph(options.parallel, view, fused=fused) if options.trains else None
+        self._graph = self._choose_graph(fused=fused)
         fusions.apply(self._config, view.device, fused=fused)
         fused_on = view.device if fused else None
         self._method = MethodState(method, self._attend, loss=options.loss, fused_on=fused_on)
@@ -99,6 +99,12 @@ class McoreEngine:
                     self._config, self._chunks, options.parallel.ddp_bucket_size
                 )
             self._optimizer = optim.build_optimizer(options.optim, self._config, self._chunks)
+
+    def _choose_graph(self, *, fused: bool) -> PassGraph | None:
+        if not self._options.trains:
+            return None
+        experts = self.architecture.num_experts
+        return choose_graph(self._options.parallel, self.view, fused=fused, experts=experts)
 
     def _build_chunks(
         self, method: MethodState, source: weights.WeightSource | None
@@ -358,8 +364,14 @@ class McoreEngine:
 
     def hf_gradients(self) -> dict[str, Tensor]:
         """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
+        view = self.view
+
+        def whole(parameter: Any) -> Tensor:
+            group = view.expert_dp_group if weights.is_expert(parameter) else view.dp_group
+            return compat.reduced_gradient(self._optimizer, parameter, group)
+
         gradients = {
-            parameter: compat.reduced_gradient(self._optimizer, parameter, self.view.dp_group)
+            parameter: whole(parameter)
             for model in self._models
             for parameter in model.parameters()
         }

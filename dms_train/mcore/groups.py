@@ -34,8 +34,11 @@ class ParallelView:
     vp_size: int | None
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    expert_dp_group: dist.ProcessGroup
 
     @property
     def is_last_stage(self) -> bool:
@@ -75,6 +78,7 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
         distributed_timeout_minutes=max(1, round(options.distributed_timeout_minutes)),
     )
     torch.manual_seed(seed)
@@ -90,8 +94,11 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
         vp_size=options.virtual_pipeline_model_parallel_size,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        expert_dp_group=parallel_state.get_expert_data_parallel_group(),
     )
 
 

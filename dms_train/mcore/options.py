@@ -31,6 +31,8 @@ class ParallelOptions:
         num_layers_in_first_pipeline_stage: Layers of the first stage; the stages without a number
             of their own divide the other layers evenly. None for an even share.
         num_layers_in_last_pipeline_stage: The same for the last stage, which also computes logits.
+        expert_model_parallel_size: Number of data-parallel ranks that share the experts of a
+            mixture of experts; 1 where every rank holds all of them.
         sequence_parallel: Shard norms and residuals over tokens within the tensor-parallel group.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (`recompute_modules`) or `full` (whole layers).
@@ -53,6 +55,7 @@ class ParallelOptions:
     virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(2)] = None
     num_layers_in_first_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
     num_layers_in_last_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
+    expert_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     sequence_parallel: bool = False
     params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
     recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None
@@ -97,10 +100,12 @@ class ParallelOptions:
             layers[-1] = last
         return layers
 
-    def graph_obstacles(self, world_size: int) -> Iterator[str]:
+    def graph_obstacles(self, world_size: int, experts: int = 0) -> Iterator[str]:
         """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy."""
         if world_size > 1:
             yield f"one process can be captured and there are {world_size}; use auto"
+        if experts:
+            yield "a mixture of experts counts the tokens of each on the host; use auto"
         if self.recompute_granularity is not None:
             yield (
                 f"parallel.recompute_granularity={self.recompute_granularity} reads random states "

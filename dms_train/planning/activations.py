@@ -16,6 +16,10 @@ from dms_train.method.base import LayerSizes, MethodOptions
 
 _FP32 = 4
 _INT64 = 8
+# Hidden states in the order of experts that exist at once: inputs and outputs of the experts, one
+# by one and joined, and their gradients.
+_ROUTED_FORWARD = 3
+_ROUTED_BACKWARD = 6
 # Backends that keep float32 copies of q, k and v instead of statistics of tiles.
 _WIDE_KERNELS = ("blockwise", "reference")
 
@@ -78,7 +82,16 @@ class Microbatch:
     @property
     def mlp_half(self) -> int:
         """Bytes of one half of the gated projection on this rank: t f p / tp."""
-        return self.tokens * self.architecture.ffn_hidden_size // self.tp * self.width
+        a = self.architecture
+        experts = a.experts
+        width = a.ffn_hidden_size if experts is None else experts.topk * experts.ffn_hidden_size
+        return self.tokens * width // self.tp * self.width
+
+    @property
+    def routed(self) -> int:
+        """Bytes of a hidden state of every token for each of its experts: t k h p."""
+        experts = self.architecture.experts
+        return 0 if experts is None else experts.topk * self.gathered
 
     @property
     def query(self) -> int:
@@ -145,7 +158,12 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
 
 
 def mlp_kept(m: Microbatch) -> int:
-    """Return the bytes that an MLP keeps besides its input.
+    """Return the bytes that an MLP, or a mixture of experts, keeps besides its input."""
+    return _mlp_products(m) + _routing(m)
+
+
+def _mlp_products(m: Microbatch) -> int:
+    """Return the bytes of what an MLP computes before its last product.
 
     Both halves are one tensor beside their product; plain operations keep silu and the other half.
     """
@@ -178,6 +196,19 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
     mlp = 0 if recompute == "selective" and m.parallel.recomputes("mlp") else mlp_kept(m)
     return norms + _projected(m, recompute) + tables + decisions + attention + mlp
+
+
+def _routing(m: Microbatch) -> int:
+    """Return the bytes that a mixture of experts keeps besides what an MLP of its width keeps."""
+    experts = m.architecture.experts
+    if experts is None:
+        return 0
+    # the router's input in float32 takes the place of the norm's output
+    router = m.own_tokens * m.architecture.hidden_size * (_FP32 - m.width)
+    # probabilities of all experts; probability and three indices of each chosen one
+    chosen = m.tokens * (_FP32 * experts.count + (_FP32 + 3 * _INT64) * experts.topk)
+    # the product of an expert is kept before and after it is scaled
+    return router + chosen + m.routed + m.mlp_half
 
 
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
@@ -216,7 +247,8 @@ def forward_workspace(m: Microbatch) -> int:
     p = m.parallel
     if not m.distills and p.recompute_granularity != "full" and not p.recomputes("mlp"):
         return 0
-    return mlp_kept(m) + 2 * m.residual + m.gathered
+    mlp = _mlp_products(m) + 2 * m.residual + m.gathered
+    return mlp + _ROUTED_FORWARD * m.routed
 
 
 def backward_workspace(m: Microbatch) -> int:
@@ -229,6 +261,7 @@ def backward_workspace(m: Microbatch) -> int:
     work = 2 * m.mlp_half + m.residual + (m.gathered if p.sequence_parallel else 0)
     if p.recomputes("mlp"):
         work += mlp_kept(m)
+    work += _ROUTED_BACKWARD * m.routed
     if p.recompute_granularity == "full":
         # the unit's input is counted with what was kept
         work += p.recompute_num_layers * layer(m, None) - m.residual

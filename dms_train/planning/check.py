@@ -35,7 +35,7 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         problems = [
             *_divided(config, world_size, architecture),
             *_lengths(config, architecture),
-            *_cuda_graph(config, world_size),
+            *_cuda_graph(config, world_size, architecture.num_experts),
         ]
     if not problems and config.cluster.gpu is not None:
         problems = layouts.memory_problems(
@@ -75,11 +75,11 @@ def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
         )
 
 
-def _cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
+def _cuda_graph(config: RunConfig, world_size: int, experts: int) -> Iterator[str]:
     if config.parallel.cuda_graph != "always":
         return
     where = "parallel.cuda_graph=always"
-    for obstacle in config.parallel.graph_obstacles(world_size):
+    for obstacle in config.parallel.graph_obstacles(world_size, experts):
         yield f"{where}: {obstacle}"
     if config.data.packing:
         yield f"{where}: packed documents vary in number; set data.packing=false"

@@ -50,12 +50,14 @@ def decode_step(
     """
     a = architecture
     d, d_kv = a.hidden_size, a.num_query_groups * a.kv_channels
+    computed, read = _mlp_widths(a, batch)
     # three products of the MLP, queries and output, keys and values; a multiplication is 2
-    layer = 6 * d * a.ffn_hidden_size + 4 * d * d + 4 * d * d_kv
+    attention = 4 * d * d + 4 * d * d_kv
+    layer = 6 * d * computed + attention
     vocabulary, held = 2 * d * a.vocab_size, length / cr
     flops = a.num_layers * batch * (layer + 4 * d * held) + batch * vocabulary
     kv_reads = a.num_layers * 4 * batch * held * d_kv
-    reads = a.num_layers * layer + kv_reads + vocabulary
+    reads = a.num_layers * (6 * d * read + attention) + kv_reads + vocabulary
     compute, memory = flops / (gpu.tflops * 1e12), reads / (gpu.memory_tbs * 1e12)
     seconds = max(compute, memory)
     return DecodeStep(
@@ -66,3 +68,15 @@ def decode_step(
         memory_bound=memory >= compute,
         kv_share=kv_reads / (gpu.memory_tbs * 1e12) / seconds,
     )
+
+
+def _mlp_widths(a: Architecture, batch: int) -> tuple[float, float]:
+    """Return the width of the MLPs that a token passes through, and of those that a step reads.
+
+    Experts are read if any of the sequences chooses them, here all with the same probability.
+    """
+    experts = a.experts
+    if experts is None:
+        return a.ffn_hidden_size, a.ffn_hidden_size
+    chosen = experts.count * (1 - (1 - experts.topk / experts.count) ** batch)
+    return experts.topk * experts.ffn_hidden_size, chosen * experts.ffn_hidden_size

@@ -36,6 +36,34 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
     if parallel.sequence_parallel and length % tp:
         yield f"data.seq_length={length}: sequence parallelism needs a multiple of {tp}; change it"
     yield from _split_layers(parallel, architecture.num_layers)
+    yield from _split_experts(parallel, architecture)
+
+
+def _split_experts(parallel: ParallelOptions, architecture: Architecture) -> Iterator[str]:
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    where, experts = f"parallel.expert_model_parallel_size={ep}", architecture.experts
+    if experts is None:
+        if ep > 1:
+            yield f"{where}: {architecture.family} models have no experts; use 1"
+        return
+    if parallel.recomputes("mlp"):
+        yield (
+            "parallel.recompute_modules: experts are not recomputed alone; use [core_attn], or "
+            "parallel.recompute_granularity=full"
+        )
+    if experts.count % ep:
+        yield f"{where}: does not divide the model's {experts.count} experts; use a divisor of it"
+    if experts.ffn_hidden_size % tp:
+        size = f"experts.ffn_hidden_size={experts.ffn_hidden_size}"
+        yield (
+            f"parallel.tensor_model_parallel_size={tp}: does not divide the model's {size}; "
+            "use a divisor of it"
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.sequence_parallel=false: experts need it with "
+            f"parallel.tensor_model_parallel_size={tp}; set it to true"
+        )
 
 
 def _split_layers(parallel: ParallelOptions, layers: int) -> Iterator[str]:
@@ -98,7 +126,12 @@ def _split_batch(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{world_size} process(es); start a multiple of {model_size} or change the layout"
         )
         return
-    copies = world_size // model_size
+    copies, ep = world_size // model_size, parallel.expert_model_parallel_size
+    if copies % ep:
+        yield (
+            f"parallel.expert_model_parallel_size={ep}: does not divide the data-parallel size "
+            f"{copies}; use a divisor of it"
+        )
     per_pass = data.micro_batch_size * copies
     if data.global_batch_size % per_pass:
         yield (

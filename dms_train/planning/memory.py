@@ -123,8 +123,22 @@ class PipelineStage:
         if self.is_last and not (self.pp == 1 and a.tie_word_embeddings):
             tables += 1  # a tied one is copied to the last stage
         final_norm = a.hidden_size if self.is_last else 0
-        layers = self.layers * self.vp
-        return layers * (_sharded(a) // tp + _replicated(a)) + tables * self._table + final_norm
+        layers = self.layers * self.vp * (_sharded(a) // tp + _replicated(a))
+        return layers + self.experts + tables * self._table + final_norm
+
+    @property
+    def experts(self) -> int:
+        """Weights of experts on each of the stage's processes."""
+        m = self.microbatch
+        ranks = m.tp * m.parallel.expert_model_parallel_size
+        return self.layers * self.vp * (expert_weights(m.architecture) // ranks)
+
+    @property
+    def updated(self) -> int:
+        """Weights that this process updates, whose optimizer state it holds."""
+        # fewer ranks hold the same experts, so each updates a larger share of them
+        holders = self.copies // self.microbatch.parallel.expert_model_parallel_size
+        return (self.parameters - self.experts) // self.copies + self.experts // holders
 
     @property
     def shared_table(self) -> int:
@@ -197,7 +211,7 @@ def of_stage(stage: PipelineStage) -> MemoryEstimate:
     return MemoryEstimate(
         weights=parameters * m.width,
         gradients=parameters * _FP32,
-        optimizer=parameters * _FP32 * states // stage.copies,
+        optimizer=stage.updated * _FP32 * states,
         teacher=parameters * m.width if m.distills else 0,
         activations=moment.activations,
         logits=moment.logits,
@@ -208,7 +222,7 @@ def of_stage(stage: PipelineStage) -> MemoryEstimate:
 def _update(stage: PipelineStage) -> _Moment:
     """Return the bytes of the optimizer's step: AdamW, unless fused, copies its share once."""
     fused = stage.microbatch.fused
-    return _Moment(workspace=0 if fused else stage.parameters * _FP32 // stage.copies)
+    return _Moment(workspace=0 if fused else stage.updated * _FP32)
 
 
 def _moments(stage: PipelineStage) -> list[_Moment]:
@@ -287,26 +301,51 @@ def parameter_count(architecture: Architecture) -> int:
     """Count the parameters of the model, a tied output projection once."""
     a = architecture
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
-    return a.num_layers * (_sharded(a) + _replicated(a)) + embeddings + a.hidden_size
+    layer = _sharded(a) + _replicated(a) + expert_weights(a)
+    return a.num_layers * layer + embeddings + a.hidden_size
+
+
+def active_parameter_count(architecture: Architecture) -> int:
+    """Count the parameters that a token uses: of the experts, those that it passes through."""
+    a = architecture
+    unused = 0 if a.experts is None else a.experts.count - a.experts.topk
+    return parameter_count(a) - a.num_layers * unused * _expert(a)
 
 
 def layer_products(a: Architecture) -> int:
     """Count the weights of one layer that are multiplied with every token."""
+    experts = 0 if a.experts is None else a.experts.topk * _expert(a)
+    return _matrices(a) + experts + a.num_experts * a.hidden_size
+
+
+def expert_weights(a: Architecture) -> int:
+    """Count the weights of all experts of one layer."""
+    return a.num_experts * _expert(a)
+
+
+def _expert(a: Architecture) -> int:
+    """Count the weights of one expert."""
+    return 0 if a.experts is None else 3 * a.hidden_size * a.experts.ffn_hidden_size
+
+
+def _matrices(a: Architecture) -> int:
+    """Count the weights of the projections of attention, and of the MLP where there is one."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     return 2 * a.hidden_size * (query + key) + mlp_products(a)
 
 
 def mlp_products(a: Architecture) -> int:
-    """Count the weights of one MLP."""
-    return 3 * a.hidden_size * a.ffn_hidden_size
+    """Count the weights of the MLP of one layer, if there is one."""
+    return 3 * a.hidden_size * a.ffn_hidden_size if a.experts is None else 0
 
 
 def _sharded(a: Architecture) -> int:
-    """Count the weights of one layer that tensor parallelism divides."""
+    """Count the weights of one layer that tensor parallelism divides, without experts."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    return layer_products(a) + (query + 2 * key if a.add_qkv_bias else 0)
+    return _matrices(a) + (query + 2 * key if a.add_qkv_bias else 0)
 
 
 def _replicated(a: Architecture) -> int:
-    """Count the weights of one layer that every tensor-parallel rank holds: the norms."""
-    return 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
+    """Count the weights of one layer that every tensor-parallel rank holds: norms and router."""
+    norms = 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
+    return norms + a.num_experts * a.hidden_size

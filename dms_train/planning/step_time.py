@@ -121,7 +121,7 @@ def work_of(stage: PipelineStage) -> Work:
         matmul_flops=count * matmul,
         attention_flops=count * attention * passes,
         traffic_bytes=count * (kept * (forwards + 1) + repeated),
-        update_bytes=stage.parameters * (_UPDATE_BYTES / stage.copies + 2 * 4),
+        update_bytes=stage.updated * _UPDATE_BYTES + stage.parameters * 2 * 4,
         link_bytes=links,
         network_bytes=network,
     )

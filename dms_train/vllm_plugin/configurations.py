@@ -12,6 +12,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 
@@ -39,11 +40,18 @@ class Qwen3ConfigDMS(Qwen3Config):
     model_type = "dms_qwen3"
 
 
+class Qwen3MoeConfigDMS(Qwen3MoeConfig):
+    """Qwen3, the mixture-of-experts models."""
+
+    model_type = "dms_qwen3_moe"
+
+
 CONFIGURATIONS: tuple[type[PretrainedConfig], ...] = (
     LlamaConfigDMS,
     MistralConfigDMS,
     Qwen2ConfigDMS,
     Qwen3ConfigDMS,
+    Qwen3MoeConfigDMS,
 )
 
 

@@ -10,6 +10,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from dms_train.inference.cache.paged import CacheSizes
 from dms_train.kernels.decode.types import FP8
@@ -94,3 +95,7 @@ class Qwen2ForCausalLMDMS(Retrofitted, Qwen2ForCausalLM):
 
 class Qwen3ForCausalLMDMS(Retrofitted, Qwen3ForCausalLM):
     """Qwen3, the dense models."""
+
+
+class Qwen3MoeForCausalLMDMS(Retrofitted, Qwen3MoeForCausalLM):
+    """Qwen3, the mixture-of-experts models; `settings` refuses them."""

@@ -139,6 +139,10 @@ def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     runner = config.model_config.runner_type
     nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
     return [
+        (
+            getattr(config.model_config.hf_config, "num_experts", 0),
+            "mixtures of experts are not yet tested with vLLM; use dms-serve",
+        ),
         (config.lora_config, "LoRA changes the eviction channel; remove --enable-lora"),
         (
             config.scheduler_config.scheduler_cls not in (None, SCHEDULER),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,16 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(8))
 
 
+def parallel_options(family: str, layout: str) -> ParallelOptions:
+    """Experts need sequence parallelism beside tensor parallelism."""
+    options = ParallelOptions(**LAYOUTS[layout])
+    shards = options.tensor_model_parallel_size > 1
+    return replace(options, sequence_parallel=shards and FAMILIES[family].has_experts)
+
+
 def build(model: Path, layout: str, view: ParallelView, source: Any) -> McoreEngine:
     options = TrainEngineOptions(
-        parallel=ParallelOptions(**LAYOUTS[layout]),
+        parallel=parallel_options(model.name, layout),
         optim=OptimOptions(lr=1e-3),
         seed=SEED,
         trains=False,
@@ -132,6 +140,7 @@ LLAMA3 = {
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
     "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 

@@ -71,6 +71,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "retrofit": {"plan": {"target_cr": 8.0}},
     "immediate_sum": {
@@ -90,10 +93,12 @@ PACKED_LAYOUTS = ("tp2", "pp2", "recompute_tp2_pp2_sp", "selective_tp2_pp2_vp2_s
 
 def _cases() -> list[tuple[str, str, str, str]]:
     """(family, preset, layout, variant); `retrofit` for every pair, the others once a layout."""
-    everything = list(itertools.product(FAMILIES, PRESETS, LAYOUTS, VARIANTS))
+    mixtures = [name for name, family in FAMILIES.items() if family.has_experts]
+    of_experts = list(itertools.product(mixtures, PRESETS, EXPERT_LAYOUTS, VARIANTS))
+    everything = [*itertools.product(FAMILIES, PRESETS, LAYOUTS, VARIANTS), *of_experts]
     if os.environ.get("DMS_FULL_MATRIX") == "1":
         return everything
-    chosen = []
+    chosen = of_experts[:1]
     for number, layout in enumerate(LAYOUTS):
         for index, family in enumerate(FAMILIES):
             preset = PRESETS[(index + number) % len(PRESETS)]
@@ -108,10 +113,13 @@ def _cases() -> list[tuple[str, str, str, str]]:
 
 
 CASES = _cases()
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 
 
 def _describe(family: str, preset: str, layout: str, variant: str) -> dict[str, Any]:
-    options = LAYOUTS[layout][1] if layout != "one" else {}
+    options = ALL_LAYOUTS[layout][1] if layout != "one" else {}
+    if FAMILIES[family].has_experts and "tensor_model_parallel_size" in options:
+        options = {**options, "sequence_parallel": True}  # experts need it
     name = f"{family}-{preset}-{layout}-{variant}"
     return {
         "name": name,
@@ -128,7 +136,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
     by_world: dict[int, list[dict[str, Any]]] = {}
     for family, preset, layout, variant in CASES:
-        by_world.setdefault(LAYOUTS[layout][0], []).append(
+        by_world.setdefault(ALL_LAYOUTS[layout][0], []).append(
             _describe(family, preset, layout, variant)
         )
     for family, preset, variant in sorted({(f, p, v) for f, p, _, v in CASES}):

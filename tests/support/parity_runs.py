@@ -65,7 +65,7 @@ def _lengths(batch: Batch) -> list[list[int]]:
 
 def _groups_of(case: dict[str, Any]) -> list[int | None]:
     """Return the sizes that decide a layout's process groups, which take long to make on GPUs."""
-    kinds = ("tensor", "pipeline", "virtual_pipeline")
+    kinds = ("tensor", "pipeline", "virtual_pipeline", "expert")
     return [case["layout"].get(f"{kind}_model_parallel_size") for kind in kinds]
 
 

@@ -25,10 +25,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
     "pp2_vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    # of a model with experts
+    "moe_ep2": {"expert_model_parallel_size": 2},
+    "moe_tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
 SAME = [
     *((layout, dtype) for dtype in ("fp32", "bf16") for layout in ("dp2", "tp2", "tp2_sp")),
     ("pp2_vp2", "fp32"),
+    ("moe_ep2", "fp32"),
 ]
 # saved in one layout, continued in another
 OTHER = (
@@ -39,6 +43,7 @@ OTHER = (
     ("pp2_vp2", "tp2", "fp32"),
     ("tp2", "dp2", "bf16"),
     ("dp2", "pp2", "bf16"),
+    ("moe_ep2", "moe_tp2_sp", "fp32"),
 )
 HALF, STEPS = 2, 4
 # a rate that changes at every step
@@ -47,7 +52,7 @@ SPEC = PRESETS["dms"].override(window=4, alpha_offset=0.5)
 
 
 def build(layout: str, dtype: str, view: ParallelView, seed: int) -> McoreEngine:
-    architecture = tiny.architecture("qwen2", num_layers=4)
+    architecture = tiny.architecture("qwen3_moe" if "moe" in layout else "qwen2", num_layers=4)
     options = TrainEngineOptions(
         parallel=ParallelOptions(params_dtype=dtype, **LAYOUTS[layout]),
         optim=OptimOptions(lr=1e-3, weight_decay=0.01),

@@ -8,6 +8,7 @@ from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from dms_train.method.documents import PackedDocuments
+from tests.support.configs import experts_of
 
 VOCAB = 61
 LENGTH = 24
@@ -28,6 +29,7 @@ def architecture(family: str, **changes: object) -> Architecture:
         "rotary_base": 10000.0,
         "layernorm_epsilon": 1e-6,
         "tie_word_embeddings": family != "qwen2",
+        "experts": experts_of(family),
     }
     return Architecture(**{**values, **changes})
 

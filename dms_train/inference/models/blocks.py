@@ -95,7 +95,7 @@ class RMSNorm(nn.Module):
         return residual, self(residual)
 
 
-def _swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """Return silu(x[:, :f]) * x[:, f:] for x [t, 2 f]."""
     if x.is_cuda and dispatch.is_supported(x.device):
         return dispatch.triton_kernels().swiglu(x)
@@ -113,7 +113,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update [t, c] of x [t, c]."""
-        update: Tensor = self.down_proj(_swiglu(self.gate_up_proj(x)))
+        update: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
         return update
 
 

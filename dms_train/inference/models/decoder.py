@@ -16,16 +16,18 @@ from dms_train.inference.models.blocks import (
     RMSNorm,
     rotary_tables,
 )
+from dms_train.inference.models.experts import MixtureOfExperts
 from dms_train.method.base import MethodSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP around a residual stream."""
+    """Attention and MLP, or mixture of experts, around a residual stream."""
 
     def __init__(self, a: Architecture, spec: MethodSpec | None, layer: int, adapter: bool) -> None:
         super().__init__()
         self.self_attn = Attention(a, spec, layer, adapter)
-        self.mlp = MLP(a)
+        self.mlp: MLP | MixtureOfExperts
+        self.mlp = MLP(a) if a.experts is None else MixtureOfExperts(a)
         self.input_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
         self.post_attention_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import DecodeInputs
-from dms_train.inference.models.blocks import RMSNorm, rotary_tables
+from dms_train.inference.models.blocks import MLP, RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
@@ -32,9 +32,9 @@ _CACHED_BYTES = 16 * 2**20  # weights that stay in the L2 cache of an H100 or H2
 def can_fuse(decoder: Decoder, sequences: int) -> bool:
     """Return whether the kernels support a step of this many sequences, and are as fast as torch.
 
-    They do not support decisions from an adapter, nor GPUs with too little shared memory. With more
-    sequences than a program takes, products read their weights several times. These must then fit
-    into the L2 cache.
+    They do not support decisions from an adapter, experts, nor GPUs with too little shared memory.
+    With more sequences than a program takes, products read their weights several times. These must
+    then fit into the L2 cache.
     """
     device = decoder.embed_tokens.weight.device
     if device.type == "cuda":
@@ -44,9 +44,10 @@ def can_fuse(decoder: Decoder, sequences: int) -> bool:
         if shared < _SHARED_BYTES:
             return False
     layers = decoder.decoder_layers
-    if any(layer.self_attn.adapter for layer in layers):
+    mlp = layers[0].mlp
+    if not isinstance(mlp, MLP) or any(layer.self_attn.adapter for layer in layers):
         return False
-    weights = [decoder.lm_head.weight, layers[0].mlp.gate_up_proj.weight]
+    weights = [decoder.lm_head.weight, mlp.gate_up_proj.weight]
     return sequences <= _SEQUENCES or max(weight.nbytes for weight in weights) <= _CACHED_BYTES
 
 
@@ -154,11 +155,12 @@ class FusedDecoder:
 
     def _mlp(self, layer: DecoderLayer, norm: Tensor, memory: _Buffers) -> None:
         """Add the MLP's update to the residual stream; `norm` is the next weight of a norm."""
-        kernels, work = self._kernels, memory.work
-        kernels.swiglu_linear(memory.normed, layer.mlp.gate_up_proj.weight, work, out=memory.inner)
+        kernels, work, mlp = self._kernels, memory.work, layer.mlp
+        assert isinstance(mlp, MLP)
+        kernels.swiglu_linear(memory.normed, mlp.gate_up_proj.weight, work, out=memory.inner)
         kernels.add_linear(
             memory.inner,
-            layer.mlp.down_proj.weight,
+            mlp.down_proj.weight,
             work,
             residual=memory.residual,
             norm=norm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,20 @@ def _stored_names(name: str, architecture: Architecture) -> list[str]:
     if name == "lm_head.weight":
         tied = architecture.tie_word_embeddings
         return ["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    if ".experts." in name:
+        return list(_expert_names(name, architecture.num_experts))
     for merged, projections in _MERGED.items():
         if f".{merged}." in name:
             return [f"model.{name.replace(merged, projection)}" for projection in projections]
     return [f"model.{name}"]
+
+
+def _expert_names(name: str, count: int) -> Iterator[str]:
+    """Yield the stored tensors of a weight that stacks the experts of a layer."""
+    layer, _, weight = name.partition(".experts.")
+    for number in range(count):
+        for projection in _MERGED.get(weight, (weight,)):
+            yield f"model.{layer}.experts.{number}.{projection}.weight"
 
 
 def _assign(
@@ -120,13 +131,13 @@ def _assign(
     """Read every weight of the decoder."""
     known = set(reader.names())
     weights = {}
-    for name in decoder.state_dict():
+    for name, weight in decoder.state_dict().items():
         sources = _stored_names(name, architecture)
         for stored in sources:
             if stored not in known:
                 raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
         tensors = [_converted(reader, stored, dtype, device) for stored in sources]
-        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors).view(weight.shape)
     if architecture.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)

@@ -40,6 +40,19 @@ class FusedRMSNorm(RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
+class FusedSwiGLU(torch.nn.Module):
+    """Activation of an MLP as one kernel each way."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """Return silu(gate) * up for [..., gate and up]."""
+        from dms_train.kernels.layers.triton_swiglu import swiglu
+
+        return swiglu(gate_and_up)
+
+
 class LayerBackend(NamedTuple):
     """Components of a decoder layer.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -21,39 +20,34 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from torch import Tensor
 
 from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
-from dms_train.mcore.layers.backend import FusedRMSNorm, LayerBackend
+from dms_train.mcore.layers.backend import FusedRMSNorm, FusedSwiGLU, LayerBackend
+from dms_train.mcore.layers.experts import MixtureOfExperts
 from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm
 
-
-class _FusedSwiGLU(torch.nn.Module):
-    """Activation of an MLP as one kernel each way."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-
-    def forward(self, gate_and_up: Tensor) -> Tensor:
-        from dms_train.kernels.layers.triton_swiglu import swiglu
-
-        return swiglu(gate_and_up)
-
-
 # Names of the fused layers, so that a checkpoint fits Transformer Engine and megatron-core layers.
-FUSED_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+_FUSED_ATTENTION = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+FUSED_NAMES = {**_FUSED_ATTENTION, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _mlp(method: MethodState, layer_backend: LayerBackend) -> ModuleSpec:
+    submodules = MLPSubmodules(
+        linear_fc1=layer_backend.norm_linear,
+        activation_func=FusedSwiGLU if method.fused else None,
+        linear_fc2=layer_backend.row,
+    )
+    return ModuleSpec(module=MLP, submodules=submodules)
 
 
 def layer_spec(
-    method: MethodState, layer_backend: LayerBackend, *, qk_layernorm: bool
+    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend
 ) -> ModuleSpec:
     """Describe one decoder layer."""
-    inner = layer_backend.norm if qk_layernorm else IdentityOp
-    layer, outer = TransformerLayer, layer_backend.norm
-    if layer_backend.fuses_norm:
+    inner = layer_backend.norm if config.qk_layernorm else IdentityOp
+    has_experts = config.num_moe_experts is not None
+    layer, outer, fuses = TransformerLayer, layer_backend.norm, layer_backend.fuses_norm
+    if fuses:
         outer = IdentityOp
     elif outer is FusedRMSNorm:
         layer, outer = ResidualLayer, ResidualNorm
@@ -68,21 +62,18 @@ def layer_spec(
             k_layernorm=inner,
         ),
     )
-    mlp = MLPSubmodules(
-        linear_fc1=layer_backend.norm_linear,
-        activation_func=_FusedSwiGLU if method.fused else None,
-        linear_fc2=layer_backend.row,
-    )
+    fused_names = _FUSED_ATTENTION if has_experts else FUSED_NAMES
     return ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=outer,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            # router and experts share one norm
+            pre_mlp_layernorm=layer_backend.norm if has_experts and fuses else outer,
+            mlp=MixtureOfExperts if has_experts else _mlp(method, layer_backend),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={} if layer_backend.fuses_norm else FUSED_NAMES,
+            sharded_state_dict_keys_map={} if fuses else fused_names,
         ),
     )
 
@@ -96,5 +87,5 @@ def block_spec(
     """Describe the layers of this pipeline chunk and the final norm."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = get_num_layers_to_build(config, vp_stage, stage)
-    spec = layer_spec(method, layer_backend, qk_layernorm=config.qk_layernorm)
+    spec = layer_spec(config, method, layer_backend)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=layer_backend.norm)

@@ -16,7 +16,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import mapping
-from dms_train.mcore.model.weights import global_names, is_vocabulary
+from dms_train.mcore.model.weights import global_names, is_expert, is_vocabulary
 
 
 class _Place(NamedTuple):
@@ -28,9 +28,17 @@ class _Place(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A parameter in the layout: its first pipeline stage, full padded shape and dtype."""
+    """A parameter in the layout.
+
+    Attributes:
+        pp: First pipeline stage that holds it.
+        ep: Rank that holds it among the ranks that share experts; None if all of them do.
+        shape: Full shape, with padding.
+        dtype: Dtype of the values.
+    """
 
     pp: int
+    ep: int | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -113,7 +121,7 @@ class _Gatherer:
 
     def _exchange(self) -> tuple[dict[_Place, int], dict[str, _Stored]]:
         """Return the rank at every place, and where every parameter is stored."""
-        sends = self._view.dp_rank == 0 and self._view.tp_rank == 0
+        sends = self._view.dp_rank < self._view.ep_size and self._view.tp_rank == 0
         described = {name: self._describe(p) for name, p in self._mine.items()} if sends else {}
         everyone: list[Any] = [None] * self._view.world_size
         dist.all_gather_object(everyone, (self.place, described))
@@ -127,7 +135,8 @@ class _Gatherer:
         shape = list(local.shape)
         if getattr(parameter, "tensor_model_parallel", False):
             shape[parameter.partition_dim] *= self._view.tp_size
-        return _Stored(self.place.pp, tuple(shape), local.dtype)
+        ep = self._view.ep_rank if is_expert(parameter) else None
+        return _Stored(self.place.pp, ep, tuple(shape), local.dtype)
 
     def turns(self, shards: list[list[ParameterMap]]) -> Iterator[list[_Shard]]:
         """Assign the shards to ranks; in each turn a rank gets one shard at most."""
@@ -160,9 +169,11 @@ class _Gatherer:
         """Return a full parameter on the rank at `place`, and on its tensor-parallel peers."""
         view, stored = self._view, self._stored[entry.megatron]
         full = None
-        if (view.pp_rank, view.dp_rank) == (stored.pp, place.dp):
-            full = self._unshard(entry, self._mine[entry.megatron])
         source = place._replace(pp=stored.pp)
+        if stored.ep is not None:
+            source = source._replace(dp=place.dp - place.dp % view.ep_size + stored.ep)
+        if self.place._replace(tp=source.tp) == source:
+            full = self._unshard(entry, self._mine[entry.megatron])
         if source == place:
             return full
         if self.place == source and full is not None:

@@ -15,8 +15,9 @@ from dms_train.method.layer import MethodLayer
 def entries(architecture: Architecture) -> Iterator[ParameterMap]:
     """Yield all parameters with global layer numbers, in the order of the forward pass."""
     yield ParameterMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    parameters = FAMILIES[architecture.family].layer_parameters(architecture.num_experts)
     for layer in range(architecture.num_layers):
-        for entry in FAMILIES[architecture.family].layer_parameters:
+        for entry in parameters:
             yield ParameterMap(
                 f"decoder.layers.{layer}.{entry.megatron}",
                 tuple(f"model.layers.{layer}.{name}" for name in entry.hf),

@@ -30,6 +30,7 @@ from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.layers.backend import LayerBackend
+from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
@@ -53,7 +54,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
     return TransformerConfig(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
-        ffn_hidden_size=a.ffn_hidden_size,
+        # with two widths megatron would copy this configuration, which may refer to process groups
+        ffn_hidden_size=a.ffn_hidden_size if a.experts is None else a.experts.ffn_hidden_size,
         num_attention_heads=a.num_attention_heads,
         num_query_groups=a.num_query_groups,
         kv_channels=a.kv_channels,
@@ -88,6 +90,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         recompute_modules=list(options.recompute_modules),
         recompute_method="uniform" if full else None,
         recompute_num_layers=options.recompute_num_layers if full else None,
+        **expert_options(a, options),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dms_train.families import ParameterMap
+from dms_train.families.base import LOCAL_EXPERTS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import is_finite
 from dms_train.hf.errors import HFError
@@ -67,13 +68,16 @@ def plain_name(name: str) -> str:
 
 
 def global_names(chunk: Any) -> dict[str, Tensor]:
-    """Return the parameters of a model chunk by plain name with the global layer number."""
+    """Return a chunk's parameters by plain name with global numbers of layers and experts."""
     named = {}
     for full, parameter in chunk.named_parameters():
         name = plain_name(full)
         name_parts = name.split(".")
         if name_parts[:2] == ["decoder", "layers"]:
-            name_parts[2] = str(chunk.decoder.layers[int(name_parts[2])].layer_number - 1)
+            layer = chunk.decoder.layers[int(name_parts[2])]
+            name_parts[2] = str(layer.layer_number - 1)
+            if name_parts[3:6] == LOCAL_EXPERTS.split("."):
+                name_parts[6] = str(layer.mlp.local_expert_indices[int(name_parts[6])])
         named[".".join(name_parts)] = parameter
     return named
 
@@ -81,6 +85,11 @@ def global_names(chunk: Any) -> dict[str, Tensor]:
 def is_vocabulary(name: str) -> bool:
     """Return whether a Hugging Face tensor has a row for every token."""
     return name in ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def is_expert(parameter: Any) -> bool:
+    """Return whether the parameter is of an expert, which expert parallelism divides."""
+    return not getattr(parameter, "allreduce", True)  # megatron's mark of such parameters
 
 
 def load(

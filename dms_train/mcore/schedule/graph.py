@@ -152,7 +152,9 @@ class PassGraph:
         log.logger().warning("%s=auto: %s; passes run eagerly", OPTION, self._obstacle)
 
 
-def choose_graph(options: ParallelOptions, view: ParallelView, *, fused: bool) -> PassGraph | None:
+def choose_graph(
+    options: ParallelOptions, view: ParallelView, *, fused: bool, experts: int = 0
+) -> PassGraph | None:
     """Return a graph for the passes of this layout, or None where they run eagerly.
 
     Args:
@@ -160,6 +162,7 @@ def choose_graph(options: ParallelOptions, view: ParallelView, *, fused: bool) -
         view: Process groups of this rank.
         fused: Whether the fused kernels run. Other kernels read the numbers of a step on the host,
             so a replay would repeat the numbers of the captured step.
+        experts: Number of experts of a layer.
 
     Raises:
         ModelError: `parallel.cuda_graph=always` in a layout that cannot be captured.
@@ -167,7 +170,7 @@ def choose_graph(options: ParallelOptions, view: ParallelView, *, fused: bool) -
     required = options.cuda_graph == "always"
     if required:
         require_gpu(view.device)
-    obstacles = list(options.graph_obstacles(view.world_size))
+    obstacles = list(options.graph_obstacles(view.world_size, experts))
     if not fused:
         obstacles.append("only the triton kernels can be captured; set kernels=triton")
     if required and obstacles:

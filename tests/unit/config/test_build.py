@@ -115,6 +115,7 @@ def test_a_value_of_a_wrong_type_is_one_line_for_every_key(key: str, value: obje
     architecture = dataclasses.asdict(configs.architecture())
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     architecture["rope_scaling"] = {**scaling, "original_max_position_embeddings": 8192}
+    architecture["experts"] = dataclasses.asdict(configs.experts_of("qwen3_moe"))
     given = configs.mapping(model__architecture=architecture)
     if key in OTHER_METHODS:
         given["method"] = dataclasses.asdict(PRESETS[OTHER_METHODS[key]])

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
+from safetensors.torch import load_file
 
 from dms_train import families
 from dms_train.families import FAMILIES
@@ -25,9 +25,9 @@ def tiny_model(family):
         num_key_value_heads=2,
         head_dim=8,
         vocab_size=11,
+        **({"num_experts": 3, "moe_intermediate_size": 12} if FAMILIES[family].has_experts else {}),
     )
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,21 +40,29 @@ def test_a_family_is_named_like_its_module_and_its_classes_in_transformers(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_of_a_layer_are_those_of_transformers(family):
+def test_tensors_of_a_layer_are_those_of_transformers(family, tmp_path):
     sizes = {"hidden": 24, "ffn": 40, "head": 8, "query": 32, "key": 16}
+    sizes |= {"experts": 3, "expert_ffn": 12}
+    experts = 3 if FAMILIES[family].has_experts else 0
     described = {
         name: tuple(sizes[dimension] for dimension in dimensions)
-        for name, dimensions in FAMILIES[family].layer_tensors.items()
+        for name, dimensions in FAMILIES[family].layer_tensors(experts).items()
     }
-    layer = tiny_model(family).model.layers[0]
-    assert described == {name: tuple(t.shape) for name, t in layer.state_dict().items()}
+    tiny_model(family).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.0."
+    assert described == {
+        name.removeprefix(prefix): tuple(tensor.shape)
+        for name, tensor in stored.items()
+        if name.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_a_layer_belongs_to_one_megatron_parameter(family):
-    described = FAMILIES[family]
-    mapped = [name for entry in described.layer_parameters for name in entry.hf]
-    assert sorted(mapped) == sorted(described.layer_tensors)
+    described, experts = FAMILIES[family], 3 if FAMILIES[family].has_experts else 0
+    mapped = [name for entry in described.layer_parameters(experts) for name in entry.hf]
+    assert sorted(mapped) == sorted(described.layer_tensors(experts))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

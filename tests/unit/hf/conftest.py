@@ -18,6 +18,7 @@ from dms_train.hf.tensors import expected_shapes
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
+from tests.support.configs import experts_of
 
 Weights = dict[str, Tensor]
 
@@ -53,6 +54,7 @@ def _architecture(family: str) -> Architecture:
         layernorm_epsilon=1e-6,
         tie_word_embeddings=family == "qwen3",
         rope_scaling=scaling if family == "llama" else None,
+        experts=experts_of(family),
     )
 
 
@@ -79,6 +81,19 @@ def _weights(a: Architecture, seed: int = 0) -> Weights:
 def random_weights() -> Callable[..., Weights]:
     """(architecture, seed=0) -> float32 weights with which about half of all tokens evict."""
     return _weights
+
+
+def in_memory(weights: Weights, a: Architecture) -> Weights:
+    """The tensors of files as transformers 5 holds them: one tensor for the experts of a layer."""
+    joined = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(a.num_layers if a.experts else 0):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([weights[f"{at}.{n}.{part}_proj.weight"] for n in range(a.experts.count)])
+            for part in ("gate", "up", "down")
+        )
+        joined |= {f"{at}.gate_up_proj": torch.cat([gate, up], 1), f"{at}.down_proj": down}
+    return joined
 
 
 def small_spec(preset: str, window: int = 4) -> DMSSpec:
@@ -140,6 +155,23 @@ def _attention(
     return torch.cat(outputs, -1) @ w("o_proj.weight").T, decision
 
 
+def _swiglu(x: Tensor, w: Callable[[str], Tensor], prefix: str = "") -> Tensor:
+    gate, up = (x @ w(f"{prefix}{n}_proj").T for n in ("gate", "up"))
+    return (torch.nn.functional.silu(gate) * up) @ w(f"{prefix}down_proj").T
+
+
+def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
+    if a.experts is None:
+        return _swiglu(x, w)
+    shares = (x @ w("gate").T).softmax(-1)
+    unused = shares < shares.topk(a.experts.topk).values[:, -1:]
+    shares = shares.masked_fill(unused, 0.0)
+    if a.experts.normalize:
+        shares = shares / shares.sum(-1, keepdim=True)
+    outputs = [_swiglu(x, w, f"experts.{n}.") for n in range(a.experts.count)]
+    return (torch.stack(outputs, 1) * shares[..., None]).sum(1)
+
+
 def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tuple[Tensor, Tensor]:
     w = {name: tensor.double() for name, tensor in weights.items()}
     x, decisions = w["model.embed_tokens.weight"][ids], []
@@ -150,8 +182,7 @@ def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tupl
         x = x + update
         decisions.append(decision)
         normed = _norm(x, w[at + "post_attention_layernorm.weight"], a.layernorm_epsilon)
-        gate, up = (normed @ w[f"{at}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        x = x + (torch.nn.functional.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T
+        x = x + _mlp(normed, lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
     x = _norm(x, w["model.norm.weight"], a.layernorm_epsilon)
     head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
     return x @ w[head].T, torch.stack(decisions)

@@ -7,6 +7,7 @@ import torch
 
 from dms_train.families import FAMILIES
 from tests.support.shipped import shipped_module
+from tests.unit.hf.conftest import in_memory
 
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 
@@ -31,7 +32,7 @@ def build(family, weights, architecture, spec, *, flat=False):
     values.pop("model_type")
     config_class, model_class = classes(family)
     model = model_class(config_class(**values, attn_implementation="eager"))
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing, unexpected = model.load_state_dict(in_memory(weights, architecture), strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected
     model.tie_weights()

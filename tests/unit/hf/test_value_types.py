@@ -25,6 +25,7 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.models.loader import _dtype
 from dms_train.inference.tokenizer import read_stop_ids
 from dms_train.method.spec import PRESETS
+from tests.unit.hf.conftest import in_memory
 
 VALUES = (None, "text", "", [1], [], {"a": 1}, {}, -1, 0, 1.5, True, False, math.nan, math.inf)
 HUGE = 10**400
@@ -95,6 +96,7 @@ def transformers_logits(directory: Path, weights: Any, ids: torch.Tensor) -> tor
     try:
         config = AutoConfig.from_pretrained(directory)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        weights = in_memory(weights, read_architecture(directory))
         model.load_state_dict(weights, strict=not config.tie_word_embeddings)
         with torch.no_grad():
             return model.eval()(ids[None]).logits[0]

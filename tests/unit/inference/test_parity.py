@@ -139,7 +139,7 @@ def test_sampled(folder, oracle, family, preset):
         replayed = [drawn.token for drawn in sample(logits[len(prompt) - 1 : -1], rows)]
         assert replayed == ids
         assert len(set(ids)) > 15
-        assert decisions.double().mean() >= 0.3
+        assert decisions.double().mean() >= 0.25
 
 
 @pytest.mark.parametrize(("family", "preset", "chunk"), CHUNKED)

@@ -59,6 +59,8 @@ CASES = {
     "one_fp32": case({"params_dtype": "fp32"}, samples=2),
     "llama": case(family="llama", samples=2),
     "qwen3": case(family="qwen3", length=640),
+    "qwen3_moe": case(family="qwen3_moe"),
+    "qwen3_moe_full": case(FULL, family="qwen3_moe"),
     "lm": case(distills=False),
     "selective": case({"recompute_granularity": "selective"}),
     "mlp": case(MLP),
@@ -123,7 +125,9 @@ def test_a_layer_keeps_what_the_plan_counts(measured, name):
     microbatch = stage(CASES[name]).microbatch
     granularity = microbatch.parallel.recompute_granularity
     recompute = granularity if granularity == "selective" else None
-    assert measured[name]["layer"] == layer(microbatch, recompute)
+    # with experts a few bytes of a token depend on how many tokens an expert has
+    bar = 1e-3 if microbatch.architecture.experts else 0.0
+    assert measured[name]["layer"] == pytest.approx(layer(microbatch, recompute), rel=bar)
 
 
 @pytest.mark.parametrize("name", CASES)

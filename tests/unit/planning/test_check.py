@@ -8,11 +8,14 @@ import pytest
 
 from dms_train.config.build import ConfigError
 from dms_train.families import FAMILIES
+from dms_train.hf.architecture import Experts
 from dms_train.planning.check import check
 from tests.support import configs
 
 TP = "parallel__tensor_model_parallel_size"
 PP = "parallel__pipeline_model_parallel_size"
+EP = "parallel__expert_model_parallel_size"
+EXPERTS = Experts(count=4, topk=2, ffn_hidden_size=24, normalize=True)
 VP = "parallel__virtual_pipeline_model_parallel_size"
 FIRST = "parallel__num_layers_in_first_pipeline_stage"
 LAST = "parallel__num_layers_in_last_pipeline_stage"
@@ -229,10 +232,36 @@ def test_values_out_of_range(changes, expected):
             f"model.architecture.family=gpt: use one of {', '.join(FAMILIES)}",
         ),
         ({"num_layers": 0}, "model.architecture.num_layers=0: use a number above 0"),
+        ({"family": "qwen3_moe", "experts": None}, "experts: does not fit family=qwen3_moe"),
+        ({"experts": EXPERTS}, "experts: does not fit family=llama; set it to null"),
+        (
+            {"family": "qwen3_moe", "experts": dataclasses.replace(EXPERTS, topk=5)},
+            "experts.topk=5: use 1 to count=4",
+        ),
+        (
+            {"family": "qwen3_moe", "experts": dataclasses.replace(EXPERTS, ffn_hidden_size=0)},
+            "experts.ffn_hidden_size=0: use a number above 0",
+        ),
     ],
 )
 def test_architectures_that_cannot_be_built(model, expected):
     assert any(expected in line for line in problems(model=model))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "family", "changes", "expected"),
+    [
+        (2, "llama", {EP: 2}, "size=2: llama models have no experts; use 1"),
+        (3, "qwen3_moe", {EP: 3}, "size=3: does not divide the model's 4 experts"),
+        (2, "qwen3_moe", {EP: 4}, "size=4: does not divide the data-parallel size 2"),
+        (2, "qwen3_moe", {TP: 2}, "sequence_parallel=false: experts need it"),
+        (1, "qwen3_moe", GRAPH, "cuda_graph=always: a mixture of experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_experts(world_size, family, changes, expected):
+    changes = {"data__global_batch_size": 12, **changes}
+    lines = problems(world_size, {"family": family}, **changes)
+    assert any(expected in line for line in lines)
 
 
 def test_all_problems_of_a_kind_are_listed_at_once():

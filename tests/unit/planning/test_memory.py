@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dms_train.planning.memory import estimate, parameter_count
+from dms_train.hf.architecture import Experts
+from dms_train.planning.memory import active_parameter_count, estimate, parameter_count
 from tests.support import configs
 
 
@@ -30,6 +31,18 @@ def test_parameters_of_known_models(name, parameters):
     assert parameter_count(configs.KNOWN[name]) == parameters
 
 
+def test_parameters_of_a_model_with_experts():
+    """Qwen3-30B-A3B, as published: 30.5 billion parameters, 3.3 billion of them active."""
+    a = configs.architecture(
+        **{"family": "qwen3_moe", "num_layers": 48, "hidden_size": 2048, "kv_channels": 128},
+        **{"num_attention_heads": 32, "num_query_groups": 4, "vocab_size": 151936},
+        tie_word_embeddings=False,
+        experts=Experts(count=128, topk=8, ffn_hidden_size=768, normalize=True),
+    )
+    assert parameter_count(a) == 30_532_122_624
+    assert active_parameter_count(a) == pytest.approx(3.3e9, rel=0.02)
+
+
 def test_bytes_per_parameter():
     memory = estimate(configs.config(), configs.architecture(), 1)
     parameters = memory.weights // 4
@@ -52,6 +65,17 @@ def test_precision_copies_and_losses():
     assert memory.weights == 2 * parameters
     assert memory.optimizer == 12 * parameters // 4
     assert memory.teacher == 0
+
+
+def test_experts_are_divided_and_their_state_too():
+    a = configs.architecture(family="qwen3_moe")
+    whole, halves = (
+        estimate(configs.config(parallel__expert_model_parallel_size=size), a, 4) for size in (1, 2)
+    )
+    experts = 4 * 3 * 64 * 24 * a.num_layers  # of all layers
+    assert whole.weights - halves.weights == 4 * experts // 2
+    # all four processes together hold the moments once, in either layout
+    assert halves.optimizer == pytest.approx(whole.optimizer, abs=8)
 
 
 def test_tensor_and_pipeline_shares():

@@ -1,0 +1,16 @@
+"""Qwen3, the mixture-of-experts models."""
+
+from dms_train.families.base import ModelFamily
+
+FAMILY = ModelFamily(
+    name="qwen3_moe",
+    classes="Qwen3Moe",
+    qk_norm=True,
+    has_experts=True,
+    fixed={
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+)

@@ -1,0 +1,76 @@
+"""Mixture of experts of megatron-core, with the components of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.layers.backend import FusedSwiGLU
+from dms_train.mcore.options import ParallelOptions
+
+
+class _Experts(SequentialMLP):
+    """Experts of this rank, one after the other; megatron-core's own linear layers."""
+
+    def __init__(
+        self, count: int, config: TransformerConfig, pg_collection: Any = None, **_: Any
+    ) -> None:
+        submodules = MLPSubmodules(
+            linear_fc1=ColumnParallelLinear,
+            linear_fc2=RowParallelLinear,
+            activation_func=FusedSwiGLU,
+        )
+        super().__init__(count, config, submodules, pg_collection)
+        for parameter in self.parameters():
+            # megatron gives experts an optimizer of their own only where ranks share them; a
+            # checkpoint of one layout would not fit another
+            setattr(parameter, "allreduce", False)  # noqa: B010
+
+
+class _Router(TopKRouter):
+    """Router whose logits are computed in float32.
+
+    The function of megatron-core 0.16 for this needs Transformer Engine.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return logits [s, b, experts] for the hidden states [s, b, h]."""
+        return F.linear(input.float(), self.weight.float())
+
+
+class MixtureOfExperts(MoELayer):
+    """Router and experts of one layer."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None, **_: Any) -> None:
+        submodules = MoESubmodules(experts=_Experts, router=_Router)
+        super().__init__(config, submodules, pg_collection=pg_collection)
+
+
+def expert_options(architecture: Architecture, options: ParallelOptions) -> dict[str, Any]:
+    """Return the part of megatron-core's configuration that describes the experts."""
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.topk,
+        # a softmax over the chosen experts is one over all experts, divided by the chosen ones' sum
+        "moe_router_pre_softmax": not experts.normalize,
+        "moe_router_dtype": "fp32",
+        # the router stays close to the original's; a balancing loss would move it
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # its collectives run on gloo too, and a token of these models goes to most ranks anyway
+        "moe_token_dispatcher_type": "allgather",
+        "expert_model_parallel_size": options.expert_model_parallel_size,
+    }

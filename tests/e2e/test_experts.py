@@ -1,0 +1,48 @@
+"""A model with experts is retrofitted, exported, verified with transformers, and generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dms_train import LLM, SamplingParams
+from tests.support import launch, refusals
+from tests.support.configs import experts_of
+
+
+def test_a_model_with_experts_is_retrofitted_exported_and_generates(tmp_path: Path) -> None:
+    sheets = ("exam-sheets", "--out", str(tmp_path / "sheets"), "--sheets", "40")
+    launch.checked(launch.module("dms_train.data_prep.prepare", *sheets))
+    refusals.write_model(
+        tmp_path / "model",
+        tmp_path / "sheets" / "tokenizer",
+        family="qwen3_moe",
+        experts=experts_of("qwen3_moe"),
+    )
+    settings = {
+        "model.path": tmp_path / "model",
+        "data.paths": f"[{tmp_path}/sheets/train]",
+        "data.seq_length": 96,
+        "data.micro_batch_size": 2,
+        "data.global_batch_size": 4,
+        "method.window": 8,
+        "stage.zero_neuron.steps": 2,
+        "stage.retrofit.steps_per_cr": 4,
+        "stage.retrofit.target_cr": 2,
+        "stage.export.every_integer_cr": "false",
+        "run.dir": tmp_path / "run",
+        "run.eval_samples": 4,
+        "observe.wandb": "disabled",
+    }
+    launch.checked(
+        launch.module("dms_train", *(f"{key}={value}" for key, value in settings.items()))
+    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [row["train/loss"] for row in map(json.loads, lines) if "train/loss" in row]
+    assert len(losses) == 6
+    export = str(tmp_path / "run" / "exports" / "final" / "hf")
+    verified = launch.module("dms_train.checkpoints_tools.verify", export)
+    assert "PASS" in launch.checked(verified)
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    output = LLM(export, device="cpu").generate("1: Solve 4*c + 15 = 6*c - 15 for c.\n", params)[0]
+    assert len(output.outputs[0].token_ids) == 8
