@@ -32,9 +32,9 @@ _CACHED_BYTES = 16 * 2**20  # weights that stay in the L2 cache of an H100 or H2
 def can_fuse(decoder: Decoder, sequences: int) -> bool:
     """Return whether the kernels support a step of this many sequences, and are as fast as torch.
 
-    They do not support decisions from an adapter, nor GPUs with too little shared memory. With more
-    sequences than a program takes, products read their weights several times. These must then fit
-    into the L2 cache.
+    They do not support decisions from a decision projection, nor GPUs with too little shared
+    memory. With more sequences than a program takes, products read their weights several times.
+    These must then fit into the L2 cache.
     """
     device = decoder.embed_tokens.weight.device
     if device.type == "cuda":
@@ -44,7 +44,7 @@ def can_fuse(decoder: Decoder, sequences: int) -> bool:
         if shared < _SHARED_BYTES:
             return False
     layers = decoder.decoder_layers
-    if any(layer.self_attn.adapter for layer in layers):
+    if any(layer.self_attn.decision_projection for layer in layers):
         return False
     weights = [decoder.lm_head.weight, layers[0].mlp.gate_up_proj.weight]
     return sequences <= _SEQUENCES or max(weight.nbytes for weight in weights) <= _CACHED_BYTES
