@@ -23,9 +23,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from dms_train.mcore.layers.adapters import AdaptedOutput, AdaptedQKV
 from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
 from dms_train.mcore.layers.backend import FusedRMSNorm, LayerBackend
 from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm
+from dms_train.mcore.options import Trainable
 
 
 class _FusedSwiGLU(torch.nn.Module):
@@ -47,27 +49,39 @@ FUSED_NAMES = {
 }
 
 
+def _attention_spec(
+    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend, train: Trainable
+) -> ModuleSpec:
+    """Describe the attention of a layer, with adapters where `train` asks for them."""
+    inner = layer_backend.norm if config.qk_layernorm else IdentityOp
+    linear_qkv, linear_proj = layer_backend.norm_linear, layer_backend.row
+    if train.adapts:
+        values = {"trainable": train, "layer": method.layer}
+        linear_qkv = ModuleSpec(module=AdaptedQKV, params=values)
+    if "o" in train.targets:
+        linear_proj = ModuleSpec(module=AdaptedOutput, params={"trainable": train})
+    return ModuleSpec(
+        module=MethodSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "method": method},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=linear_qkv,
+            core_attention=partial(CoreAttention, method=method),
+            linear_proj=linear_proj,
+            q_layernorm=inner,
+            k_layernorm=inner,
+        ),
+    )
+
+
 def layer_spec(
-    method: MethodState, layer_backend: LayerBackend, *, qk_layernorm: bool
+    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend, train: Trainable
 ) -> ModuleSpec:
     """Describe one decoder layer."""
-    inner = layer_backend.norm if qk_layernorm else IdentityOp
     layer, outer = TransformerLayer, layer_backend.norm
     if layer_backend.fuses_norm:
         outer = IdentityOp
     elif outer is FusedRMSNorm:
         layer, outer = ResidualLayer, ResidualNorm
-    attention = ModuleSpec(
-        module=MethodSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "method": method},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=layer_backend.norm_linear,
-            core_attention=partial(CoreAttention, method=method),
-            linear_proj=layer_backend.row,
-            q_layernorm=inner,
-            k_layernorm=inner,
-        ),
-    )
     mlp = MLPSubmodules(
         linear_fc1=layer_backend.norm_linear,
         activation_func=_FusedSwiGLU if method.fused else None,
@@ -77,7 +91,7 @@ def layer_spec(
         module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
-            self_attention=attention,
+            self_attention=_attention_spec(config, method, layer_backend, train),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=outer,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
@@ -91,10 +105,11 @@ def block_spec(
     config: TransformerConfig,
     method: MethodState,
     layer_backend: LayerBackend,
+    train: Trainable,
     vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
     """Describe the layers of this pipeline chunk and the final norm."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = get_num_layers_to_build(config, vp_stage, stage)
-    spec = layer_spec(method, layer_backend, qk_layernorm=config.qk_layernorm)
+    spec = layer_spec(config, method, layer_backend, train)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=layer_backend.norm)
