@@ -100,7 +100,8 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     spec = PRESETS[case.kind if case.kind in METHODS else "dms"]
     if case.shape == "tiny" and spec.window:
         spec = spec.override(window=16)
-    options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1)
+    trainable = Trainable(weights=case.trains or spec.train)
+    options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1, trainable=trainable)
     engine = McoreEngine(
         architecture, spec, view, options, DeviceWeights(architecture, 1, view.device)
     )
