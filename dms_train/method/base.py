@@ -114,6 +114,10 @@ class MethodSpec:
         """Return the end of a sentence that describes a retrofitted model."""
         raise NotImplementedError
 
+    def channels(self, queries: int) -> int:
+        """Return the number of eviction channels of a KV head with `queries` query heads."""
+        return 1
+
     def check(self, path: str) -> Iterator[str]:
         """Yield one line for every constant that no model can be trained with."""
         if not 0 < self.tau < math.inf:

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels.options import ROW_TILE
-from dms_train.mcore.options import LOGITS_CHUNK, VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.options import (
+    ALL_WEIGHTS,
+    LOGITS_CHUNK,
+    VOCABULARY_MULTIPLE,
+    ParallelOptions,
+    Trainable,
+)
 from dms_train.method.base import LayerSizes, MethodOptions
+from dms_train.planning.trained import adapters
 
 _FP32 = 4
 _INT64 = 8
@@ -34,6 +41,8 @@ class Microbatch:
         distills: True if the frozen teacher runs beside the student.
         kernels: Backend of the attention.
         fused: True if the fused layers run besides the attention kernel, as on every GPU.
+        trainable: Weights of the student that train.
+        shares: True if the teacher shares the frozen weights of the student.
     """
 
     architecture: Architecture
@@ -44,6 +53,13 @@ class Microbatch:
     distills: bool
     kernels: str = "triton"
     fused: bool = True
+    trainable: Trainable = ALL_WEIGHTS
+    shares: bool = False
+
+    @property
+    def trains_all(self) -> bool:
+        """True if no weight is frozen."""
+        return self.trainable.weights == "all"
 
     @property
     def width(self) -> int:
@@ -150,7 +166,8 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         recompute: None or `selective`; `chunk` handles `full`.
     """
     heads, groups = _heads(m)
-    norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
+    # inputs of both norms, and outputs where a weight that trains reads them
+    norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
     # sine and cosine, for q and for k; the fused kernel has one table for all layers
     tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
     sizes = LayerSizes(
@@ -166,9 +183,21 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     attention = attention_kernel(m)
     if recompute == "selective":
         attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
-    # both halves in one tensor and their product; plain operations keep silu and the other half
-    mlp = (3 if m.fused else 5) * m.mlp_half
-    return norms + _projected(m, recompute) + tables + decisions + attention + mlp
+    # both halves in one tensor; plain operations keep silu and the other half; their product is
+    # kept for the gradient of the weights alone
+    mlp = ((2 if m.fused else 4) + m.trains_all) * m.mlp_half
+    projected = _projected(m, recompute) + _adapted(m)
+    return norms + projected + tables + decisions + attention + mlp
+
+
+def _adapted(m: Microbatch) -> int:
+    """Return the bytes that adapters keep: narrow products, and the joined narrow matrix."""
+    count = adapters(m.architecture, m.trainable, m.method)
+    own = count.channels // m.tp
+    narrow = m.tokens * own
+    for target in m.trainable.targets:
+        narrow += (m.own_tokens if target == "o" else m.tokens) * m.trainable.lora.rank
+    return (count.inner * m.architecture.hidden_size + narrow) * m.width + own * _INT64
 
 
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from dms_train.planning import activations
 from dms_train.planning.activations import Microbatch
+from dms_train.planning.flops import trained_products
 from dms_train.planning.gpus import Calibration, Gpu
 from dms_train.planning.memory import PipelineStage, layer_products
 from dms_train.planning.pipeline import bubble
@@ -110,7 +111,10 @@ def work_of(stage: PipelineStage) -> Work:
     forwards = _forwards(m)
     head = 2 * activations.padded_vocab(a) * a.hidden_size / m.tp * stage.is_last
     products = 2 * layers * layer_products(a) / m.tp
-    matmul = m.tokens * (products * (forwards + 2) + head * (3 + m.distills))
+    # forward passes, gradients of inputs, and of weights where they train
+    matmul = products * (forwards + 1) + 2 * trained_products(a, m.trainable, layers) / m.tp
+    matmul += 2 * stage.adapters * (forwards - m.distills + 2)
+    matmul = m.tokens * (matmul + head * (2 + m.trains_all + m.distills))
     attention = layers * 4 * a.num_attention_heads / m.tp * a.kv_channels
     attention *= m.tokens * (m.length + 1) / 2
     passes = forwards + (recompute == "selective") + _ATTENTION_BACKWARD
@@ -120,7 +124,7 @@ def work_of(stage: PipelineStage) -> Work:
         matmul_flops=count * matmul,
         attention_flops=count * attention * passes,
         traffic_bytes=count * kept * (forwards + 1),
-        update_bytes=stage.parameters * (_UPDATE_BYTES / stage.copies + 2 * 4),
+        update_bytes=stage.trained * (_UPDATE_BYTES / stage.copies + 2 * 4),
         link_bytes=links,
         network_bytes=network,
     )
@@ -169,9 +173,11 @@ def sent_bytes(stage: PipelineStage) -> SentBytes:
     chunks = 2 * stage.vp - (stage.rank == 0) - stage.is_last
     return SentBytes(
         tensor=stage.microbatches * parts * m.gathered * (m.tp - 1) / m.tp,
-        data=stage.parameters * (4 + m.width) * (copies - 1) / copies,
+        data=stage.trained * (4 + m.width) * (copies - 1) / copies,
         pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
-        embedding=stage.shared_table * 4.0,  # an all-reduce of two ranks sends the tensor once
+        embedding=stage.shared_table
+        * 4.0
+        * m.trains_all,  # an all-reduce of two ranks sends the tensor once
     )
 
 
@@ -183,7 +189,8 @@ def _layer_parts(m: Microbatch) -> int:
     """Count the gathers and scatters of a layer; an all-reduce is one of each."""
     # both products of attention and MLP; with sequence parallelism the inputs of the
     # column-parallel ones are gathered again for their weights' gradients
-    return 4 * (_forwards(m) + 1) + 2 * m.parallel.sequence_parallel
+    again = {"all": 2, "attention": 1}.get(m.trainable.weights, 0)
+    return 4 * (_forwards(m) + 1) + again * m.parallel.sequence_parallel
 
 
 def _embedding_parts(m: Microbatch) -> int:

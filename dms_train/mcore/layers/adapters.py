@@ -203,7 +203,8 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
         *inner, channel = low.split([*(len(down) for down in downs), len(self.channel_weight)], -1)
         if inner:
             output = output + self._products(dict(zip(self._targets, inner, strict=True)))
-        return output.index_copy(-1, self.rows, channel[..., self._own])
+        # a copy, because autograd keeps it, and a view would keep the whole narrow product
+        return output.index_copy(-1, self.rows, channel[..., self._own].contiguous())
 
     def _products(self, inner: dict[str, Tensor]) -> Tensor:
         """Return the sum of the adapters [s, b, g (q + 2 d)] from A x of every target."""

@@ -116,7 +116,7 @@ def choose(
 def _missing(device: torch.device, adapts: bool) -> str:
     """Say why Transformer Engine cannot run; empty if it can."""
     if adapts:
-        return "method.train=channel and lora read a norm's output, which it does not return"
+        return "the adapters of method.train read norms that Transformer Engine does not return"
     if device.type != "cuda":
         return f"Transformer Engine needs a GPU and training runs on the {device.type.upper()}"
     # megatron replaces an absent package by mocks, so importing the layers proves nothing

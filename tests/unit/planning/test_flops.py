@@ -28,11 +28,11 @@ def test_short_texts_cost_two_operations_a_weight_and_pass(name):
 
 
 def test_utilization():
-    compute = Compute(forward_flops=2e9, devices=4, peak_tflops=10.0)
+    compute = Compute(forward_flops=2e9, student_flops=6e9, devices=4, peak_tflops=10.0)
     # 1000 tokens/s, three passes of 2 GFLOP: 6 TFLOP/s on 4 devices
     assert compute.at(1000.0, has_teacher=False) == pytest.approx(
         {"tflops_per_device": 1.5, "mfu": 0.15}
     )
     assert compute.at(1000.0, has_teacher=True)["mfu"] == pytest.approx(0.2)
-    unknown = Compute(forward_flops=2e9, devices=4)
+    unknown = Compute(forward_flops=2e9, student_flops=6e9, devices=4)
     assert unknown.at(1000.0, has_teacher=False) == pytest.approx({"tflops_per_device": 1.5})
