@@ -134,10 +134,18 @@ class Trainable:
         """Return what a checkpoint states about its adapters as JSON; None without adapters."""
         if not self.adapts:
             return None
-        lora = self.lora if self.weights == "lora" else None
-        return {"train": self.weights} | (
-            {} if lora is None else {**asdict(lora), "targets": list(lora.targets)}
-        )
+        stated = {**asdict(self.lora), "targets": list(self.lora.targets)}
+        return {"train": self.weights, **(stated if self.weights == "lora" else {})}
+
+    @classmethod
+    def of(cls, stated: dict[str, Any] | None) -> Trainable:
+        """Invert `adapters`."""
+        if stated is None:
+            return cls()
+        lora = {key: value for key, value in stated.items() if key != "train"}
+        if "targets" in lora:
+            lora["targets"] = tuple(lora["targets"])
+        return cls(weights=stated["train"], lora=LoraOptions(**lora))
 
 
 ALL_WEIGHTS = Trainable()
