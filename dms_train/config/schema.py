@@ -60,5 +60,5 @@ class RunConfig:
 
     @property
     def shares_teacher(self) -> bool:
-        """Whether the frozen weights of the student are those of its teacher."""
+        """True if the frozen weights of the student are those of its teacher."""
         return self.method.train != "all" and self.run.load is None

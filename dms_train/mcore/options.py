@@ -122,7 +122,7 @@ class Trainable:
 
     @property
     def adapts(self) -> bool:
-        """Whether trained parameters stand beside the frozen projections of attention."""
+        """True if trained parameters stand beside the frozen projections of attention."""
         return self.weights in ("channel", "lora")
 
     @property

@@ -63,7 +63,7 @@ def named(engine: McoreEngine) -> dict[str, Tensor]:
 
 
 def trains(name: str, kind: str) -> bool:
-    """Whether a parameter should train, by its name."""
+    """Tell by its name if a parameter should train."""
     if kind == "attention":
         parts = name.split(".")
         return parts[-2] in ("linear_qkv", "linear_proj")
@@ -194,6 +194,8 @@ def test_a_resumed_run_and_its_export_continue_bit_by_bit(
     mine, theirs = (engine.record(plan, tiny.batch(0).tokens[0]) for engine in (resumed, plain))
     assert torch.equal(mine.logits, theirs.logits)
     assert (mine.decision_logits > 0).any()
+    trainable = Trainable(weights=kind, lora=LORA)
+    assert Trainable.of(trainable.adapters()).adapters() == trainable.adapters()
     if kind != "attention":
         with pytest.raises(CheckpointError, match="load an export of its run"):
             plain.load(tmp_path / "checkpoint", with_optimizer=False)
