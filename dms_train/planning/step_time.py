@@ -15,6 +15,7 @@ from dms_train.planning.flops import trained_products
 from dms_train.planning.gpus import Calibration, Gpu
 from dms_train.planning.memory import PipelineStage, layer_products
 from dms_train.planning.pipeline import bubble
+from dms_train.planning.trained import adapters
 
 _GPUS_PER_NODE = 8
 _TERA, _GIGA = 1e12, 1e9
@@ -168,7 +169,7 @@ class SentBytes(NamedTuple):
 def sent_bytes(stage: PipelineStage) -> SentBytes:
     """Count what the collectives of a step send; `dms-plan --trace` lists them one by one."""
     m, copies = stage.microbatch, stage.copies
-    parts = stage.layers * stage.vp * _layer_parts(m)
+    parts = stage.layers * stage.vp * (_layer_parts(m) + _adapter_parts(m))
     parts += (stage.rank == 0) * _embedding_parts(m) + stage.is_last * _head_parts(m)
     chunks = 2 * stage.vp - (stage.rank == 0) - stage.is_last
     return SentBytes(
@@ -191,6 +192,13 @@ def _layer_parts(m: Microbatch) -> int:
     # column-parallel ones are gathered again for their weights' gradients
     again = {"all": 2, "attention": 1}.get(m.trainable.weights, 0)
     return 4 * (_forwards(m) + 1) + again * m.parallel.sequence_parallel
+
+
+def _adapter_parts(m: Microbatch) -> float:
+    """Return what `_layer_parts` counts, for the narrow products of adapters."""
+    output = m.trainable.lora.rank * ("o" in m.trainable.targets)
+    narrow = adapters(m.architecture, m.trainable, m.method).inner + output
+    return (_forwards(m) - m.distills + 1) * narrow / m.architecture.hidden_size
 
 
 def _embedding_parts(m: Microbatch) -> int:

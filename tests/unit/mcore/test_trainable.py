@@ -170,6 +170,33 @@ def test_values_and_gradients_of_adapters_are_those_of_plain_torch(view: Paralle
         module.unmerge()
 
 
+@pytest.mark.parametrize(("dtype", "digits"), [("fp32", 24), ("bf16", 8)])
+def test_an_export_is_the_base_and_its_adapters_rounded_once(
+    view: ParallelView, dtype: str, digits: int
+) -> None:
+    engine = build(view, "lora", params_dtype=dtype)
+    train(engine)
+    a = tiny.architecture(FAMILY, num_layers=2)
+    source = tiny.SmallEvictionChannels(a, 1, METHOD.channel)
+    trained = {n: p.detach().double() for n, p in named(engine).items() if adapters.is_adapter(n)}
+    heads = range(0, a.num_attention_heads, a.num_attention_heads // a.num_query_groups)
+    rows = [head * a.kv_channels + METHOD.channel % a.kv_channels for head in heads]
+    for name, tensor in engine.hf_tensors():
+        expected = source.get(name).to(tensor.dtype).double()
+        layer, _, target = name.removeprefix("model.layers.").partition(".self_attn.")
+        projection = "linear_proj" if target[:1] == "o" else "linear_qkv"
+        prefix = f"decoder.layers.{layer}.self_attention.{projection}."
+        if target.endswith("weight"):
+            up, down = (trained[f"{prefix}lora_{target[0]}_{part}"] for part in ("up", "down"))
+            expected = expected + LORA.alpha / LORA.rank * up @ down
+            assert up.abs().max() > 0
+        if target.startswith("q_"):
+            expected[rows] = trained[f"{prefix}channel_{target.rpartition('.')[2]}"]
+        # half a unit in the last place, and the rounding of the sum in fp32
+        error = (tensor.double() - expected).abs()
+        assert (error <= 2.0**-digits * expected.abs() + 1e-6).all(), name
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_and_its_export_continue_bit_by_bit(
     view: ParallelView, kind: str, tmp_path: Any
