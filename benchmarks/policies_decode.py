@@ -195,7 +195,7 @@ def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> No
             sin=torch.zeros_like(cos),
             position=position.contiguous(),
             rows=torch.arange(rows.start, rows.stop, device=device),
-            adapter=lambda: keep,
+            decision_projection=lambda: keep,
             begins=True,
         )
         cache.step(layer, step)

@@ -32,7 +32,7 @@ from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import WeightSource
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions, Trainable
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
 
@@ -102,12 +102,15 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     spec = PRESETS[case.kind if case.kind in METHODS else "dms"]
     if case.shape == "tiny" and spec.window:
         spec = spec.override(window=16)
-    options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1)
+    trainable = Trainable(weights=case.trains)
+    options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1, trainable=trainable)
     engine = McoreEngine(
         architecture, spec, view, options, DeviceWeights(architecture, 1, view.device)
     )
     if case.kind != "lm":
-        engine.attach_teacher(DeviceWeights(architecture, 2, view.device))
+        # frozen weights are shared with the teacher
+        own = DeviceWeights(architecture, 2, view.device) if case.trains == "all" else None
+        engine.attach_teacher(own)
     if case.kind in METHODS:
         engine.reset_eviction_channel()
     rate = LearningRate(max_lr=1e-5, min_lr=1e-5, steps=1000, warmup_steps=0, style="constant")

@@ -2,13 +2,13 @@
 
     python -m benchmarks train_step [--shapes qwen2.5-1.5b] [--cases ours:lm,ours:distill,ours:dms]
         [--layouts dp1,tp2_sp,dp2] [--layers local,transformer_engine] [--peer-layers ...]
-        [--cuda-graph auto] [--profile]
+        [--cuda-graph auto] [--train lora] [--profile]
 
 Every case runs in a separate process (or in torchrun, if the layout takes several GPUs) with the
 settings of `launch/env.sh`. Earlier rows of the record are kept unless they are measured again.
 `run` is the time at which the command began. Without a GPU, the tiny shape checks that every part
-works. model-TFLOP/s counts 6N for the student, 2N for the teacher and causal attention,
-even if fewer or more operations are computed.
+works. model-TFLOP/s counts 6N for the student (4N and the gradients of what `--train` chooses), 2N
+for the teacher and causal attention, even if fewer or more operations are computed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.records import Table
 from benchmarks.train_step import kernel_times, page, tables
 from benchmarks.train_step.shapes import KINDS, LAYERS, SHAPES, SUBJECTS, Case, Layout, parse_layout
 from dms_train.mcore.options import CUDA_GRAPH
+from dms_train.method.base import TRAINED_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[2]
 _CASES = "peer:lm,ours:lm,peer:distill,ours:distill,ours:dms"
@@ -49,6 +50,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--peer-layers", type=peers, default=["local"], help="of megatron-core (local)")
     add("--recompute", choices=("selective", "mlp", "full"))
     add("--cuda-graph", choices=CUDA_GRAPH, default="auto", help="parallel.cuda_graph of ours")
+    add("--train", choices=TRAINED_WEIGHTS, default="all", help="method.train of ours (all)")
     add("--microbatches", type=int, default=1, help="of each data-parallel rank (%(default)s)")
     add("--steps", type=int, default=10, help="(%(default)s)")
     add("--profile", action="store_true", help="kernels of one further step")
@@ -88,6 +90,7 @@ def cases(args: Args) -> Iterator[Case]:
                         microbatches=args.microbatches,
                         recompute=args.recompute,
                         cuda_graph=args.cuda_graph,
+                        trains=args.train if subject == "ours" else "all",
                         steps=args.steps,
                         profile=args.profile,
                     )

@@ -9,7 +9,9 @@ from typing import Any
 from benchmarks.records import ROOT
 from dms_train.cli.config_source import compose
 from dms_train.hf.architecture import Architecture, RopeScaling
-from dms_train.planning.flops import forward_flops_per_token
+from dms_train.mcore.options import Trainable
+from dms_train.method.spec import PRESETS
+from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
 
 METHODS = ("dms", "dmc")  # with a teacher and relaxed decisions
 KINDS = ("lm", "distill", *METHODS)
@@ -17,8 +19,6 @@ SUBJECTS = ("peer", "ours")
 LAYERS = ("auto", "local", "transformer_engine")
 _LABELS = {"lm": "LM loss", "distill": "teacher + KL"}
 _LABELS |= {name: f"teacher + KL + {name.upper()}" for name in METHODS}
-# In forward passes of the student: forward 1, backward 2, and the teacher's forward pass.
-_PASSES = {"lm": 3, "distill": 4, "dms": 4, "dmc": 4}
 _LAYOUT_WORD = re.compile(r"(tp|pp|vp|dp|last)(\d+)|sp")
 
 
@@ -159,6 +159,7 @@ class Case:
         microbatches: Micro-batches of one data-parallel rank in a step.
         recompute: `parallel.recompute_granularity`, or `mlp` for selective recomputation of MLPs.
         cuda_graph: `parallel.cuda_graph` of ours; the peer has none.
+        trains: `method.train` of ours; the peer trains all weights.
         warmup: Steps before those that are measured.
         profile: True to profile the kernels of a further step.
     """
@@ -171,6 +172,7 @@ class Case:
     microbatches: int = 1
     recompute: str | None = None
     cuda_graph: str = "auto"
+    trains: str = "all"
     warmup: int = 3
     steps: int = 10
     profile: bool = False
@@ -192,14 +194,16 @@ class Case:
             return True
         whole = self.kind == "lm" or self.layout.tp == 1
         spread = not self.layout.sp or self.layers == "transformer_engine"
-        return self.kind not in METHODS and self.layout.pp == 1 and whole and spread
+        plain = self.kind not in METHODS and self.trains == "all"
+        return plain and self.layout.pp == 1 and whole and spread
 
     @property
     def label(self) -> str:
         """Name of the row."""
         subject = "ours" if self.subject == "ours" else "megatron-core"
         graph = ", eager" if self.subject == "ours" and self.cuda_graph == "never" else ""
-        return f"{subject} ({self.layers}{graph}): {_LABELS[self.kind]}"
+        trains = "" if self.trains == "all" else f", train={self.trains}"
+        return f"{subject} ({self.layers}{graph}{trains}): {_LABELS[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON form."""
@@ -218,6 +222,11 @@ class Case:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of one step: 6N student, 2N teacher if there is one, and causal attention."""
+        """FLOPs of one step: student, teacher if there is one, and causal attention."""
         architecture, length, _ = SHAPES[self.shape]
-        return _PASSES[self.kind] * self.tokens * forward_flops_per_token(architecture, length)
+        method = PRESETS[self.kind if self.kind in METHODS else "dms"]
+        student = student_flops_per_token(
+            architecture, length, Trainable(weights=self.trains), method
+        )
+        teacher = forward_flops_per_token(architecture, length) * (self.kind != "lm")
+        return self.tokens * (student + teacher)

@@ -176,7 +176,11 @@ def _engine(config: RunConfig, architecture: Architecture) -> tuple[McoreEngine,
     view = groups.start(config.parallel, config.run.seed)
     method = config.method.override(channel=0)
     options = TrainEngineOptions(
-        parallel=config.parallel, optim=config.optim, seed=config.run.seed, loss=config.loss
+        parallel=config.parallel,
+        optim=config.optim,
+        seed=config.run.seed,
+        loss=config.loss,
+        trainable=config.trainable,
     )
     engine = McoreEngine(architecture, method, view, options, None)
     for model in engine._models:

@@ -21,7 +21,7 @@ from dms_train.observe import log
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
-from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
 from dms_train.training.loop import TrainerComponents
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
@@ -133,6 +133,9 @@ def _reporter(prepared: Prepared, state: TrainState, view: ParallelView) -> Repo
         means=Means(),
         compute=Compute(
             forward_flops=forward_flops_per_token(prepared.architecture, config.data.seq_length),
+            student_flops=student_flops_per_token(
+                prepared.architecture, config.data.seq_length, config.trainable, config.method
+            ),
             devices=view.world_size,
             peak_tflops=config.observe.peak_tflops,
         ),

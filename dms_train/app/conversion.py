@@ -18,9 +18,9 @@ from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.hf.typed import typed
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints import reading as checkpoint
-from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.engine import ADAPTERS, McoreEngine, TrainEngineOptions
 from dms_train.mcore.model.weights import WeightSource
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import DEFAULT_METHOD, PRESETS, options_from
 from dms_train.observe.log import logger
@@ -32,7 +32,11 @@ _SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
 
 @contextmanager
 def open_engine(
-    architecture: Architecture, spec: MethodSpec, dtype: str, source: WeightSource | None
+    architecture: Architecture,
+    spec: MethodSpec,
+    dtype: str,
+    source: WeightSource | None,
+    trainable: Trainable = ALL_WEIGHTS,
 ) -> Iterator[McoreEngine]:
     """Yield an engine without optimizer; the parallel groups exist inside the block.
 
@@ -41,12 +45,13 @@ def open_engine(
         spec: Constants of the method.
         dtype: `fp32` or `bf16`.
         source: Initial weights; None when they are loaded inside the block.
+        trainable: Adapters of the checkpoint that is loaded inside the block.
     """
     parallel = ParallelOptions(params_dtype=dtype)
     view = groups.start(parallel, seed=0)
     try:
         options = TrainEngineOptions(
-            parallel=parallel, optim=OptimOptions(lr=0.0), seed=0, trains=False
+            parallel=parallel, optim=OptimOptions(lr=0.0), seed=0, trains=False, trainable=trainable
         )
         yield McoreEngine(architecture, options_from(spec), view, options, source)
     finally:
@@ -125,7 +130,8 @@ def export_checkpoint(
     dtype = options.dtype or "fp32"
     if state["eviction_enabled"]:
         check_format(options, spec, architecture, dtype, float(state["target_cr"]))
-    with open_engine(architecture, spec, dtype, None) as engine:
+    trainable = Trainable.of(state.get(ADAPTERS))
+    with open_engine(architecture, spec, dtype, None, trainable) as engine:
         engine.load(path, with_optimizer=False)
         exporter = ModelExporter(
             engine=engine,

@@ -22,11 +22,13 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
         seed=config.run.seed,
         kernels=config.kernels,
         loss=config.loss,
+        trainable=config.trainable,
     )
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
-    # the student's checkpoint would replace the original weights, so they are not read
-    source = None if start.student is not None else original or random
+    # a student's checkpoint replaces the original weights, which only a shared teacher keeps
+    begins_as_original = start.student is None or config.shares_teacher
+    source = original or random if begins_as_original else None
     method = config.method.override(channel=prepared.spec.channel)
     engine = McoreEngine(prepared.architecture, method, view, options, source)
     log.logger().info("layers: %s", engine.describe_layers())
@@ -34,6 +36,6 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     losses = [token_loss(s.loss) for s in remaining if isinstance(s, Stage)]
     if original is not None and any(loss.needs_teacher for loss in losses):
         # a student that starts as the original already holds the teacher's weights
-        engine.attach_teacher(original if start.student is not None else None)
+        engine.attach_teacher(None if begins_as_original else original)
     load_start(engine, start)
     return engine

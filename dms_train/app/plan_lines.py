@@ -8,14 +8,13 @@ from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.planning import layouts, validation_memory
-from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
 from dms_train.planning.gpus import GPUS, Gpu, calibration
 from dms_train.planning.layouts import Layout
 from dms_train.planning.memory import needs_teacher
 from dms_train.planning.run_size import run_size
 
 _GIB = 2**30
-_TEACHER, _STUDENT = 1, 3  # in forward passes
 _HOUR = 3600
 # A faster layout is suggested if it saves at least this share of a step.
 _WORTH_CHANGING = 0.05
@@ -55,15 +54,23 @@ def _operations(
     config: RunConfig, architecture: Architecture, world_size: int, layout: Layout
 ) -> str:
     data = config.data
-    passes = _STUDENT + (_TEACHER if needs_teacher(config) else 0)
     tokens = data.global_batch_size * data.seq_length
-    flops = passes * tokens * forward_flops_per_token(architecture, data.seq_length)
+    teacher = forward_flops_per_token(architecture, data.seq_length) * needs_teacher(config)
+    student = student_flops_per_token(
+        architecture, data.seq_length, config.trainable, config.method
+    )
+    flops = tokens * (student + teacher)
     rate = flops / world_size / layout.time.total / 1e12
     return (
-        f"work    {flops / 1e15:.3g} PFLOP a step (6N student"
-        f"{', 2N teacher' if passes > _STUDENT else ''}, attention); expected "
+        f"work    {flops / 1e15:.3g} PFLOP a step ({_student_words(config)}"
+        f"{', 2N teacher' if teacher else ''}, attention); expected "
         f"{rate:.0f} TFLOP/s and {tokens / world_size / layout.time.total:,.0f} tokens/s a GPU"
     )
+
+
+def _student_words(config: RunConfig) -> str:
+    train = config.method.train
+    return "6N student" if train == "all" else f"4N student and gradients of method.train={train}"
 
 
 def run_lines(

@@ -11,6 +11,8 @@ import yaml
 from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import SANDBOX
+from dms_train.mcore.options import PLAIN_LORA
+from dms_train.method.spec import DEFAULT_METHOD, KIND, PRESETS
 from dms_train.observe.state_files import current_stage
 
 CONFIG_FILE = "config.yaml"
@@ -64,6 +66,7 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
         if name in source and new_name not in _block(current, target):
             current.setdefault(target, {})
             _block(current, target)[new_name] = source.pop(name)
+    _add_trained_weights(current)
     stage = _block(current, "stage")
     if isinstance(stage.get("run"), list):
         stage["run"] = [current_stage(n) if isinstance(n, str) else n for n in stage["run"]]
@@ -71,6 +74,15 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tasks.get("allow_code"), bool):  # written before there was a choice of isolation
         tasks["allow_code"] = SANDBOX if tasks["allow_code"] else None
     return current
+
+
+def _add_trained_weights(current: dict[str, Any]) -> None:
+    """Add the choice of trained weights, which configurations of earlier versions lack."""
+    method = _block(current, "method")
+    kind = method.get(KIND, DEFAULT_METHOD)
+    if "train" not in method and kind in PRESETS:
+        method["train"] = PRESETS[kind].train
+        current.setdefault("lora", to_mapping(PLAIN_LORA))
 
 
 def _block(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -35,11 +35,6 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
             f"use at least {_EVICTION_STATS_ROW}; "
             "pipeline stages send eviction statistics in a row of that width"
         )
-    if config.method.trains_channels_only and config.optim.weight_decay:
-        yield (
-            f"optim.weight_decay={config.optim.weight_decay}: use 0 with "
-            f"method.kind={config.method.kind}, which trains eviction channels only"
-        )
     channel, size = config.method.channel, architecture.kv_channels
     if isinstance(channel, int) and channel >= size:
         yield f"method.channel={channel}: a head has {size} channels; use at most {size - 1}"

@@ -11,7 +11,13 @@ from dms_train.evaluation.options import NO_TASKS, TaskStageOptions, ValidateOpt
 from dms_train.hf.options import ModelOptions
 from dms_train.kernels.options import KERNELS
 from dms_train.limits import OneOf
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import (
+    PLAIN_LORA,
+    LoraOptions,
+    OptimOptions,
+    ParallelOptions,
+    Trainable,
+)
 from dms_train.method.base import MethodOptions
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 from dms_train.observe.options import ObserveOptions
@@ -44,4 +50,15 @@ class RunConfig:
     run: RunOptions
     cluster: ClusterOptions = ONE_PROCESS
     loss: LossOptions = PLAIN_LOSS
+    lora: LoraOptions = PLAIN_LORA
     kernels: Annotated[str, OneOf(*KERNELS)] = "auto"
+
+    @property
+    def trainable(self) -> Trainable:
+        """Weights of the student that train."""
+        return Trainable(weights=self.method.train, lora=self.lora)
+
+    @property
+    def shares_teacher(self) -> bool:
+        """True if the frozen weights of the student are those of its teacher."""
+        return self.method.train != "all" and self.run.load is None

@@ -207,7 +207,7 @@ class ExportPages(PagedKVCache):
             sin=angle,
             position=self._seen[:, None],
             rows=torch.where(real[:, 0], rows, -1),
-            adapter=lambda: _decisions(arrival),
+            decision_projection=lambda: _decisions(arrival),
         )
         return self._decode(0, step)
 

@@ -20,15 +20,15 @@ from dms_train.mcore import compat
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.checkpoints.saving import CheckpointSaver
-from dms_train.mcore.errors import ModelError
+from dms_train.mcore.errors import CheckpointError, ModelError
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers import adapters, fusions, retention
 from dms_train.mcore.layers import backend as layers
-from dms_train.mcore.layers import fusions, retention
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.model import gathering, mapping, weights
+from dms_train.mcore.model import gathering, mapping, sharing, weights
 from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.recording import Recording, record
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
 from dms_train.mcore.schedule import optimizer as optim
 from dms_train.mcore.schedule.graph import PassGraph, choose_graph
 from dms_train.mcore.schedule.step import PassContext, run_pass, to_device, token_scale
@@ -37,6 +37,9 @@ from dms_train.method.base import MethodOptions
 from dms_train.method.layer import method_layer
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
+
+# Key of a checkpoint's JSON state: its unmerged adapters, or None.
+ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,7 @@ class TrainEngineOptions:
         trains: Whether to build gradient buffers and an optimizer; converters need none.
         kernels: Configured name of the attention's backend.
         loss: Parameters of the token losses.
+        trainable: Weights of the student that train.
     """
 
     parallel: ParallelOptions
@@ -55,6 +59,7 @@ class TrainEngineOptions:
     trains: bool = True
     kernels: str = "auto"
     loss: LossOptions = PLAIN_LOSS
+    trainable: Trainable = ALL_WEIGHTS
 
 
 class McoreEngine:
@@ -82,18 +87,21 @@ class McoreEngine:
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = dispatch.train_attention(backend)
         fused = dispatch.can_fuse(backend)
-        self._layer_backend = layers.choose(options.parallel.layers, view.device, fused=fused)
+        self._layer_backend = layers.choose(
+            options.parallel.layers, view.device, fused=fused, adapts=options.trainable.adapts
+        )
         self._config = transformer_config(architecture, options.parallel)
         self._graph = self._choose_graph(fused=fused)
         fusions.apply(self._config, view.device, fused=fused)
         fused_on = view.device if fused else None
         self._method = MethodState(method, self._attend, loss=options.loss, fused_on=fused_on)
-        self._models = self._build_chunks(self._method, source)
+        self._models = self._build_chunks(self._method, source, options.trainable)
         self._saver = CheckpointSaver(is_main_rank=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
         self._optimizer: Any = None
         self._scheduler: Any = None
         if options.trains:
+            sharing.freeze(self._models, options.trainable)
             with self._stream():
                 self._chunks = optim.data_parallel(
                     self._config, self._chunks, options.parallel.ddp_bucket_size
@@ -107,37 +115,46 @@ class McoreEngine:
         return choose_graph(self._options.parallel, self.view, fused=fused, experts=experts)
 
     def _build_chunks(
-        self, method: MethodState, source: weights.WeightSource | None
+        self, method: MethodState, source: weights.WeightSource | None, trainable: Trainable
     ) -> list[DMSModel]:
         count = self._options.parallel.virtual_pipeline_model_parallel_size
         stages = [None] if count is None else list(range(count))
-        chunks = [
-            DMSModel(self._config, self.architecture, method, self._layer_backend, vp_stage=stage)
-            for stage in stages
-        ]
+        common = self._config, self.architecture, method, self._layer_backend, trainable
+        chunks = [DMSModel(*common, vp_stage=stage) for stage in stages]
         chunks = [chunk.to(self.view.device) for chunk in chunks]
         if source is not None:
-            weights.load(chunks, source, self.architecture, self.view)
+            self._fill(chunks, source)
         return chunks
+
+    def _fill(self, chunks: list[DMSModel], source: weights.WeightSource) -> None:
+        weights.load(chunks, source, self.architecture, self.view)
+        weights.initialize_adapters(chunks, self.view, self._options.seed)
 
     def describe_layers(self) -> str:
         """Describe the implementation of layers, norms and optimizer in one line."""
         return self._layer_backend.describe(self._optimizer)
 
     def attach_teacher(self, source: weights.WeightSource | None) -> None:
-        """Build the frozen original in the same layout; it only holds weights.
+        """Attach the frozen original, in the same layout.
 
         Args:
-            source: Weights of the original; None copies the current weights of the student.
+            source: Weights of the original. None takes the current weights of the student: frozen
+                weights are shared, and trained ones are copied.
         """
         fused_on = self.view.device if self._method.fused else None
         method = MethodState(self._method.options, self._attend, fused_on=fused_on)
-        teachers = self._build_chunks(method, source)
         if source is None:
             optim.wait_for_param_gather(self._chunks)
+            if self._options.trainable.weights != "all":
+                for student in self._models:
+                    student.set_teacher(sharing.SharedTeacher(student, method))
+                return
+        teachers = self._build_chunks(method, source, ALL_WEIGHTS)
+        if source is None:
             weights.copy(self._models, teachers)
         for student, teacher in zip(self._models, teachers, strict=True):
-            student.set_teacher(teacher.to(self._config.params_dtype))
+            frozen = teacher.to(self._config.params_dtype).requires_grad_(requires_grad=False)
+            student.set_teacher(frozen.eval())
 
     def begin_stage(self, rate: LearningRate) -> None:
         """Set the learning-rate schedule that `StepPlan.stage_step` counts on."""
@@ -202,8 +219,6 @@ class McoreEngine:
         self._optimizer.zero_grad()
         with self._stream():
             device_totals = self._run(plan, batches, forward_only=False)
-        if self._method.options.trains_channels_only:
-            self._zero_base_gradients()
         return device_totals
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
@@ -269,8 +284,7 @@ class McoreEngine:
         optim.wait_for_param_gather(self._chunks)
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
-        rows = self._channel_rows(self.spec.channel)
-        for parameter in self._projections():
+        for parameter, rows in self._channel_rows(self.spec.channel):
             parameter.data[rows] = 0
             if self._optimizer is not None:
                 compat.zero_optimizer_rows(self._optimizer, parameter, rows)
@@ -280,6 +294,9 @@ class McoreEngine:
         options = self._method.options.override(channel=channel)
         self._method.set_options(options)
         self.spec = options.spec
+        self._adapt_channel(channel)
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
 
     def channel_losses(self, channels: Iterable[int], batches: list[Batch]) -> list[float]:
         """Return the loss of the student after zeroing each channel alone, without training.
@@ -299,27 +316,42 @@ class McoreEngine:
         for channel in channels:
             with self._zeroed(channel):
                 losses.append(self.evaluate(plan, batches).token_loss)
+        self._adapt_channel(self.spec.channel)
         return losses
 
     @contextlib.contextmanager
     def _zeroed(self, channel: int) -> Iterator[None]:
         """Zero the projection of a channel inside the block."""
         optim.wait_for_param_gather(self._chunks)
-        rows = self._channel_rows(channel)
-        before = [(p, p.data[rows].clone()) for p in self._projections()]
-        for parameter, _ in before:
+        self._adapt_channel(channel)
+        before = [(p, rows, p.data[rows].clone()) for p, rows in self._channel_rows(channel)]
+        for parameter, rows, _ in before:
             parameter.data[rows] = 0
         try:
             yield
         finally:
-            for parameter, values in before:
+            for parameter, rows, values in before:
                 parameter.data[rows] = values
 
-    def _channel_rows(self, channel: int) -> list[int]:
-        """Return the rows of a channel of the method in this rank's q, k, v projections."""
+    def _adapt_channel(self, channel: int) -> None:
+        """Let adapters replace the frozen rows of a channel, with equal values at first."""
+        layer = method_layer(self.spec.override(channel=channel))
+        for projection in adapters.channel_adapters(self._models):
+            projection.set_rows(projection.channel_rows(layer))
+            projection.read_channel()
+
+    def _channel_rows(self, channel: int) -> Iterator[tuple[Any, list[int]]]:
+        """Yield the parameters of this rank that produce a channel, and its rows of each."""
+        if self._options.trainable.adapts:
+            for projection in adapters.channel_adapters(self._models):
+                for parameter in projection.channel_parameters():
+                    yield parameter, list(range(len(parameter)))
+            return
         layer = method_layer(self.spec.override(channel=channel))
         groups = self.architecture.num_query_groups // self.view.tp_size
-        return mapping.eviction_channel_rows(self.architecture, layer, groups)
+        rows = mapping.eviction_channel_rows(self.architecture, layer, groups)
+        for parameter in self._projections():
+            yield parameter, rows
 
     def _projections(self) -> Iterator[Any]:
         """Yield the weight and bias of every q, k, v projection of this rank."""
@@ -331,31 +363,24 @@ class McoreEngine:
                     if parameter is not None and parameter.numel():
                         yield parameter
 
-    def _zero_base_gradients(self) -> None:
-        """Zero the reduced gradients of all weights except the rows of the eviction channels."""
-        rows = self._channel_rows(self.spec.channel)
-        channels = [(parameter, parameter.main_grad[rows]) for parameter in self._projections()]
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        for parameter, gradient in channels:
-            parameter.main_grad[rows] = gradient
-
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""
         self._method.set_plan(plan)
-        return record(self._models, self._chunks, tokens, self._config, self.view)
+        with adapters.merged(self._models):  # as the export computes
+            return record(self._models, self._chunks, tokens, self._config, self.view)
 
     def hf_shards(
         self, dtype: torch.dtype | None = None, shard_bytes: float = math.inf
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield (number, full Hugging Face tensors) of this rank's shards of the model.
 
-        Every rank must exhaust the iterator; see `gathering.gather`.
+        Adapters are merged. Every rank must exhaust the iterator; see `gathering.gather`.
         """
         optim.wait_for_param_gather(self._chunks)
-        return gathering.gather(
-            self._models, self.architecture, self.view, dtype=dtype, shard_bytes=shard_bytes
-        )
+        with adapters.merged(self._models):
+            yield from gathering.gather(
+                self._models, self.architecture, self.view, dtype=dtype, shard_bytes=shard_bytes
+            )
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors on rank 0, which holds them together; every rank must exhaust it."""
@@ -371,7 +396,7 @@ class McoreEngine:
             return compat.reduced_gradient(self._optimizer, parameter, group)
 
         gradients = {
-            parameter: whole(parameter)
+            parameter: whole(parameter) if parameter.requires_grad else torch.zeros_like(parameter)
             for model in self._models
             for parameter in model.parameters()
         }
@@ -390,7 +415,7 @@ class McoreEngine:
         Raises:
             SaveError: The checkpoint cannot be written; the same on every rank.
         """
-        self._save(path, self._optimizer, state)
+        self._save(path, self._optimizer, {**state, ADAPTERS: self._options.trainable.adapters()})
         if wait:
             self._saver.finish(wait=True)
 
@@ -408,9 +433,10 @@ class McoreEngine:
             checkpoint_state.annotate(path, state)
 
     def save_weights(self, path: Path, state: dict[str, Any]) -> None:
-        """Write the weights alone, in the same form; SaveError as `save`."""
-        self._save(path, None, state)
-        self._saver.finish(wait=True)
+        """Write the weights alone with adapters merged, in the same form; SaveError as `save`."""
+        with adapters.merged(self._models):
+            self._save(path, None, {**state, ADAPTERS: None})
+            self._saver.finish(wait=True)
 
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
@@ -431,11 +457,13 @@ class McoreEngine:
                 first.
 
         Raises:
-            CheckpointError: See `checkpoint.verify` and `checkpoint.load`.
+            CheckpointError: See `checkpoint.verify` and `checkpoint.load`; also, the checkpoint has
+                other adapters than this engine.
             ModelError: The weights hold NaN or infinite numbers.
         """
         if not verified:
             checkpoint.verify(path, self.view)
+        self._require_adapters(path)
         optim.wait_for_param_gather(self._chunks)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         weights.require_finite(self._models, f"checkpoint {path}")
@@ -445,9 +473,18 @@ class McoreEngine:
                 checkpoint.load_masters(path, self._models, self._optimizer)
         return checkpoint_state.read_state(path)
 
+    def _require_adapters(self, path: Path) -> None:
+        stored = checkpoint_state.read_state(path).get(ADAPTERS)
+        own = self._options.trainable.adapters()
+        if stored != own:
+            raise CheckpointError(
+                f"checkpoint {path}: it has the adapters {stored} and this run {own} "
+                "(method.train, lora); load an export of its run, whose adapters are merged"
+            )
+
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by the weights of a Hugging Face directory."""
         optim.wait_for_param_gather(self._chunks)
-        weights.load(self._models, source, self.architecture, self.view)
+        self._fill(self._models, source)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from dms_train.hf.options import PRECISIONS
 from dms_train.limits import AtLeast, OneOf, Positive, Share
+from dms_train.method.base import TRAINED_WEIGHTS
 
 # Rows of the embedding table are padded to a multiple of this for every tensor-parallel size,
 # so that a checkpoint has the same shapes in every layout.
@@ -17,6 +18,7 @@ LOGITS_CHUNK = 2**28
 CUDA_GRAPH = ("auto", "always", "never")
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 LAYERS = ("auto", "local", "transformer_engine")
+LORA_TARGETS = ("q", "k", "v", "o")
 # Number of bf16 addends that hold an fp32 value exactly.
 EXACT_PARTS = 3
 
@@ -124,3 +126,78 @@ class OptimOptions:
     adam_eps: Annotated[float, Positive()] = 1e-8
     clip_grad: Annotated[float, AtLeast(0)] = 1.0
     lr_warmup_steps: Annotated[int, AtLeast(0)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    """Low-rank adapters of `method.train=lora` (arXiv:2106.09685).
+
+    A target's matrix W [out, in] becomes W + alpha / rank * B A, with B [out, rank] and
+    A [rank, in]. B starts at zero.
+
+    Attributes:
+        rank: Rank of every adapter.
+        alpha: Divided by the rank, the factor on B A.
+        targets: Projections of attention with an adapter: `q`, `k`, `v` and `o`.
+    """
+
+    rank: Annotated[int, AtLeast(1)] = 16
+    alpha: Annotated[float, Positive()] = 32.0
+    targets: tuple[str, ...] = LORA_TARGETS
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield one line if the targets are not different projections of attention."""
+        if not self.targets or len(set(self.targets) & set(LORA_TARGETS)) < len(self.targets):
+            shown, known = (",".join(names) for names in (self.targets, LORA_TARGETS))
+            yield f"{path}.targets=[{shown}]: name one or more of {known}, each once"
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product of an adapter."""
+        return self.alpha / self.rank
+
+
+PLAIN_LORA = LoraOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainable:
+    """Weights of the student that train; all others are frozen and shared with the teacher.
+
+    Attributes:
+        weights: `method.train`: `all`, `attention`, `channel` or `lora`.
+        lora: Shape of the adapters of `lora`.
+    """
+
+    weights: Annotated[str, OneOf(*TRAINED_WEIGHTS)] = "all"
+    lora: LoraOptions = PLAIN_LORA
+
+    @property
+    def adapts(self) -> bool:
+        """True if trained parameters stand beside the frozen projections of attention."""
+        return self.weights in ("channel", "lora")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Projections with a low-rank adapter."""
+        return self.lora.targets if self.weights == "lora" else ()
+
+    def adapters(self) -> dict[str, Any] | None:
+        """Return what a checkpoint states about its adapters as JSON; None without adapters."""
+        if not self.adapts:
+            return None
+        stated = {**asdict(self.lora), "targets": list(self.lora.targets)}
+        return {"train": self.weights, **(stated if self.weights == "lora" else {})}
+
+    @classmethod
+    def of(cls, stated: dict[str, Any] | None) -> Trainable:
+        """Invert `adapters`."""
+        if stated is None:
+            return cls()
+        lora = {key: value for key, value in stated.items() if key != "train"}
+        if "targets" in lora:
+            lora["targets"] = tuple(lora["targets"])
+        return cls(weights=stated["train"], lora=LoraOptions(**lora))
+
+
+ALL_WEIGHTS = Trainable()

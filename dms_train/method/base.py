@@ -18,6 +18,8 @@ from dms_train.limits import AUTO, AtLeast, OneOf, OrAuto
 
 FIRST_CHANNEL = 0
 """Eviction channel of the DMS paper; the value of `auto` in runs that rank no channels."""
+TRAINED_WEIGHTS = ("all", "attention", "channel", "lora")
+"""Values of `method.train`."""
 SPEC_VERSION = 2
 """Version of the stored specification; `method.spec` reads this one and all earlier ones."""
 
@@ -112,6 +114,10 @@ class MethodSpec:
         """Return the end of a sentence that describes a retrofitted model."""
         raise NotImplementedError
 
+    def channels(self, queries: int) -> int:
+        """Return the number of eviction channels of a KV head with `queries` query heads."""
+        return 1
+
     def check(self, path: str) -> Iterator[str]:
         """Yield one line for every constant that no model can be trained with."""
         if not 0 < self.tau < math.inf:
@@ -152,19 +158,21 @@ class MethodOptions(MethodSpec):
     Attributes:
         channel: As in the specification, or `auto`: the run ranks the channels of its model before
             the first step.
+        train: Weights that train: `all`; `attention` (the q, k, v and o projections with their
+            biases); `channel` (the rows that produce the eviction channels); `lora` (low-rank
+            adapters of these projections, and those rows). The others stay as they are.
         alpha_in_loss: `soft`, or `hard_st` (hard forward, soft gradient) in the compression loss.
         aux_form: `mean` normalises the compression hinge by layers x heads x tokens; `sum` does
             not.
     """
 
     channel: Annotated[int | str, OrAuto(AtLeast(-1))]  # type: ignore[assignment]
+    train: Annotated[str, OneOf(*TRAINED_WEIGHTS)]
     alpha_in_loss: Annotated[str, OneOf("soft", "hard_st")]
     aux_form: Annotated[str, OneOf("mean", "sum")]
 
     spec_class: ClassVar[type[MethodSpec]]
     """Class of the specification."""
-    trains_channels_only: ClassVar[bool] = False
-    """True if only the eviction channels are trained; all other weights stay as they are."""
 
     def __post_init__(self) -> None:
         pass

@@ -35,22 +35,22 @@ class Means:
 class Compute:
     """Share of the devices' arithmetic that a rate of tokens uses, in model FLOPs.
 
-    Forward and backward of the student count as three forward passes, the teacher as one.
-
     Attributes:
-        forward_flops: Operations of one forward pass per token.
+        forward_flops: Operations of one forward pass per token, which is that of the teacher.
+        student_flops: Operations of the student's forward and backward pass per token.
         devices: Number of devices, one for each process of the run.
         peak_tflops: Peak TFLOP/s of one device; None reports no utilization.
     """
 
     forward_flops: float
+    student_flops: float
     devices: int
     peak_tflops: float | None = None
 
     def at(self, tokens_per_second: float, *, has_teacher: bool) -> dict[str, float]:
         """Return `tflops_per_device` and, with a known peak, `mfu` (a share of 1)."""
-        passes = 4 if has_teacher else 3
-        rate = tokens_per_second * passes * self.forward_flops / self.devices / 1e12
+        flops = self.student_flops + (self.forward_flops if has_teacher else 0)
+        rate = tokens_per_second * flops / self.devices / 1e12
         values = {"tflops_per_device": rate}
         return values if self.peak_tflops is None else {**values, "mfu": rate / self.peak_tflops}
 

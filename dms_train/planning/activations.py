@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels.options import ROW_TILE
-from dms_train.mcore.options import LOGITS_CHUNK, VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.options import (
+    ALL_WEIGHTS,
+    LOGITS_CHUNK,
+    VOCABULARY_MULTIPLE,
+    ParallelOptions,
+    Trainable,
+)
 from dms_train.method.base import LayerSizes, MethodOptions
+from dms_train.planning.trained import adapters
 
 _FP32 = 4
 _INT64 = 8
@@ -38,6 +45,8 @@ class Microbatch:
         distills: True if the frozen teacher runs beside the student.
         kernels: Backend of the attention.
         fused: True if the fused layers run besides the attention kernel, as on every GPU.
+        trainable: Weights of the student that train.
+        shares: True if the teacher shares the frozen weights of the student.
     """
 
     architecture: Architecture
@@ -48,6 +57,13 @@ class Microbatch:
     distills: bool
     kernels: str = "triton"
     fused: bool = True
+    trainable: Trainable = ALL_WEIGHTS
+    shares: bool = False
+
+    @property
+    def trains_all(self) -> bool:
+        """True if no weight is frozen."""
+        return self.trainable.weights == "all"
 
     @property
     def width(self) -> int:
@@ -159,15 +175,16 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
 
 def mlp_kept(m: Microbatch) -> int:
     """Return the bytes that an MLP, or a mixture of experts, keeps besides its input."""
-    return _mlp_products(m) + _routing(m)
+    # their product is kept for the gradient of the weights alone
+    return (_halves(m) + m.trains_all) * m.mlp_half + _routing(m)
 
 
-def _mlp_products(m: Microbatch) -> int:
-    """Return the bytes of what an MLP computes before its last product.
+def _halves(m: Microbatch) -> int:
+    """Count the halves of an MLP before their product.
 
-    Both halves are one tensor beside their product; plain operations keep silu and the other half.
+    Both are one tensor; plain operations keep silu and the other half.
     """
-    return (3 if m.fused else 5) * m.mlp_half
+    return 2 if m.fused else 4
 
 
 def layer(m: Microbatch, recompute: str | None) -> int:
@@ -178,7 +195,8 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         recompute: None or `selective`; `chunk` handles `full`.
     """
     heads, groups = _heads(m)
-    norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
+    # inputs of both norms, and outputs where a weight that trains reads them
+    norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
     # sine and cosine, for q and for k; the fused kernel has one table for all layers
     tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
     sizes = LayerSizes(
@@ -195,7 +213,18 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     if recompute == "selective" and m.parallel.recomputes("core_attn"):
         attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
     mlp = 0 if recompute == "selective" and m.parallel.recomputes("mlp") else mlp_kept(m)
-    return norms + _projected(m, recompute) + tables + decisions + attention + mlp
+    projected = _projected(m, recompute) + _adapted(m)
+    return norms + projected + tables + decisions + attention + mlp
+
+
+def _adapted(m: Microbatch) -> int:
+    """Return the bytes that adapters keep: narrow products, and the joined narrow matrix."""
+    count = adapters(m.architecture, m.trainable, m.method)
+    own = count.channels // m.tp
+    narrow = m.tokens * own
+    for target in m.trainable.targets:
+        narrow += (m.own_tokens if target == "o" else m.tokens) * m.trainable.lora.rank
+    return (count.inner * m.architecture.hidden_size + narrow) * m.width + own * _INT64
 
 
 def _routing(m: Microbatch) -> int:
@@ -247,7 +276,7 @@ def forward_workspace(m: Microbatch) -> int:
     p = m.parallel
     if not m.distills and p.recompute_granularity != "full" and not p.recomputes("mlp"):
         return 0
-    mlp = _mlp_products(m) + 2 * m.residual + m.gathered
+    mlp = (_halves(m) + 1) * m.mlp_half + 2 * m.residual + m.gathered
     return mlp + _ROUTED_FORWARD * m.routed
 
 

@@ -124,6 +124,8 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 def _starting_weights(config: RunConfig) -> Iterator[str]:
     model, run = config.model, config.stage.run
+    if "pretrain" in run and config.method.train != "all":
+        yield f"method.train={config.method.train}: pretrain trains all weights; set it to all"
     if (model.path is None) == (model.architecture is None):
         yield "model.path, model.architecture: set exactly one (model=hf or model=scratch)"
     elif "pretrain" not in run and model.path is None and config.run.load is None:

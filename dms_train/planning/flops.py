@@ -8,7 +8,10 @@ keys at or before the query. It leaves out embeddings, norms, recomputed layers 
 from __future__ import annotations
 
 from dms_train.hf.architecture import Architecture
+from dms_train.mcore.options import Trainable
+from dms_train.method.base import MethodSpec
 from dms_train.planning.memory import layer_products
+from dms_train.planning.trained import adapters, attention_weights
 
 
 def forward_flops_per_token(architecture: Architecture, seq_length: int) -> float:
@@ -19,3 +22,28 @@ def forward_flops_per_token(architecture: Architecture, seq_length: int) -> floa
     # q k^T and the weighted sum of values
     attention = a.num_layers * 2 * a.num_attention_heads * a.kv_channels * keys
     return 2 * (weights + attention)
+
+
+def trained_products(architecture: Architecture, trainable: Trainable, layers: int) -> int:
+    """Count the multiplied weights of `layers` layers whose gradients are computed."""
+    if trainable.weights == "all":
+        return layers * layer_products(architecture)
+    return layers * attention_weights(architecture) if trainable.weights == "attention" else 0
+
+
+def student_flops_per_token(
+    architecture: Architecture, seq_length: int, trainable: Trainable, method: MethodSpec
+) -> float:
+    """Return the operations of the student's forward and backward pass per token.
+
+    Three forward passes, without the gradients of frozen weights and with adapters.
+    """
+    a = architecture
+    forward = forward_flops_per_token(a, seq_length)
+    if trainable.weights == "all":
+        return 3 * forward
+    weights = a.num_layers * layer_products(a) + a.vocab_size * a.hidden_size
+    frozen = weights - trained_products(a, trainable, a.num_layers)
+    count = adapters(a, trainable, method)
+    added = a.num_layers * (count.sharded + count.replicated)
+    return 3 * forward - 2 * frozen + 3 * 2 * added

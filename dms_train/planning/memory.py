@@ -14,10 +14,11 @@ from typing import NamedTuple
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.token_losses import TOKEN_LOSSES
-from dms_train.planning import activations
+from dms_train.planning import activations, trained
 from dms_train.planning.activations import Microbatch, padded_vocab
 from dms_train.planning.gpus import Calibration
 from dms_train.planning.pipeline import passes
+from dms_train.planning.trained import attention_weights
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
@@ -31,9 +32,9 @@ class MemoryEstimate:
 
     Attributes:
         weights: Weights of the student.
-        gradients: Gradient sums of the student in fp32.
+        gradients: Gradient sums of the weights that train, in fp32.
         optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights.
-        teacher: Weights of the frozen original.
+        teacher: Weights of the frozen original that the student does not share.
         activations: Kept for the backward passes of the microbatches in flight.
         logits: Kept for the backward pass of the last stage's head.
         workspace: The largest set of short-lived tensors, and communication buffers.
@@ -136,9 +137,36 @@ class PipelineStage:
     @property
     def updated(self) -> int:
         """Weights that this process updates, whose optimizer state it holds."""
+        m = self.microbatch
+        experts = self.experts if m.trains_all else 0
         # fewer ranks hold the same experts, so each updates a larger share of them
-        holders = self.copies // self.microbatch.parallel.expert_model_parallel_size
-        return (self.parameters - self.experts) // self.copies + self.experts // holders
+        holders = self.copies // m.parallel.expert_model_parallel_size
+        return (self.trained - experts) // self.copies + experts // holders
+
+    @property
+    def trained(self) -> int:
+        """Weights on each of the stage's processes that train, adapters included."""
+        m = self.microbatch
+        if m.trains_all:
+            return self.parameters
+        if m.trainable.weights == "attention":
+            return self.layers * self.vp * attention_weights(m.architecture) // m.tp
+        return self.adapters
+
+    @property
+    def adapters(self) -> int:
+        """Parameters of adapters on each of the stage's processes."""
+        m = self.microbatch
+        count = trained.adapters(m.architecture, m.trainable, m.method)
+        return self.layers * self.vp * (count.sharded // m.tp + count.replicated)
+
+    @property
+    def unshared(self) -> int:
+        """Weights of the teacher that exist beside those of the student."""
+        m = self.microbatch
+        if not m.distills:
+            return 0
+        return self.trained - self.adapters if m.shares else self.parameters
 
     @property
     def shared_table(self) -> int:
@@ -160,7 +188,7 @@ class PipelineStage:
         It is 0 where the products add to the fp32 sums directly.
         """
         a, m = self.microbatch.architecture, self.microbatch
-        if m.fused or not self.is_last:
+        if m.fused or not self.is_last or not m.trains_all:
             return 0
         return padded_vocab(a) * a.hidden_size // m.tp * m.width
 
@@ -193,6 +221,8 @@ def stages_of(
         distills=needs_teacher(config),
         kernels=config.kernels,
         fused=config.kernels in ("auto", "triton") and not config.method.decays,
+        trainable=config.trainable,
+        shares=config.shares_teacher,
     )
     count = data.global_batch_size // (data.micro_batch_size * copies)
     return [
@@ -203,16 +233,16 @@ def stages_of(
 
 def of_stage(stage: PipelineStage) -> MemoryEstimate:
     """Estimate the memory of a process of one pipeline stage."""
-    m, parameters = stage.microbatch, stage.parameters
+    m = stage.microbatch
     # fp32 weights are their own master copy
     states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
     moment = max((*_moments(stage), _update(stage)), key=sum)
     buffer = m.gathered if m.parallel.sequence_parallel else 0
     return MemoryEstimate(
-        weights=parameters * m.width,
-        gradients=parameters * _FP32,
+        weights=(stage.parameters + stage.adapters) * m.width,
+        gradients=stage.trained * _FP32,
         optimizer=stage.updated * _FP32 * states,
-        teacher=parameters * m.width if m.distills else 0,
+        teacher=stage.unshared * m.width,
         activations=moment.activations,
         logits=moment.logits,
         workspace=moment.workspace + buffer,
@@ -285,9 +315,16 @@ def _backward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
 
 
 def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
-    """Return the size of one checkpoint: weights, fp32 master copy and the moments of Adam."""
+    """Return the size of one checkpoint: all weights, and fp32 copy and moments of the trained."""
     width = 2 if config.parallel.params_dtype == "bf16" else _FP32
-    return parameter_count(architecture) * (width + _FP32 * (1 + _ADAM_MOMENTS))
+    count = trained.adapters(architecture, config.trainable, config.method)
+    added = architecture.num_layers * (count.sharded + count.replicated)
+    weights = parameter_count(architecture) + added
+    updated = {
+        "all": weights,
+        "attention": architecture.num_layers * attention_weights(architecture),
+    }.get(config.method.train, added)
+    return weights * width + updated * _FP32 * (1 + _ADAM_MOMENTS)
 
 
 def needs_teacher(config: RunConfig) -> bool:

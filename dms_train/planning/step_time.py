@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from dms_train.planning import activations
 from dms_train.planning.activations import Microbatch
+from dms_train.planning.flops import trained_products
 from dms_train.planning.gpus import Calibration, Gpu
 from dms_train.planning.memory import PipelineStage, layer_products, mlp_products
 from dms_train.planning.pipeline import bubble
+from dms_train.planning.trained import adapters
 
 _GPUS_PER_NODE = 8
 _TERA, _GIGA = 1e12, 1e9
@@ -108,9 +110,12 @@ def work_of(stage: PipelineStage) -> Work:
     layers = stage.layers * stage.vp
     forwards = _forwards(m)
     head = 2 * activations.padded_vocab(a) * a.hidden_size / m.tp * stage.is_last
-    products = 2 * layers * layer_products(a) / m.tp * (forwards + 2)
-    products += 2 * layers * mlp_products(a) / m.tp * m.parallel.recomputes("mlp")
-    matmul = m.tokens * (products + head * (3 + m.distills))
+    products = 2 * layers * layer_products(a) / m.tp
+    # forward passes, gradients of inputs, and of weights where they train
+    matmul = products * (forwards + 1) + 2 * trained_products(a, m.trainable, layers) / m.tp
+    matmul += 2 * layers * mlp_products(a) / m.tp * m.parallel.recomputes("mlp")
+    matmul += 2 * stage.adapters * (forwards - m.distills + 2)
+    matmul = m.tokens * (matmul + head * (2 + m.trains_all + m.distills))
     attention = layers * 4 * a.num_attention_heads / m.tp * a.kv_channels
     attention *= m.tokens * (m.length + 1) / 2
     passes = forwards + m.parallel.recomputes("core_attn") + _ATTENTION_BACKWARD
@@ -121,7 +126,7 @@ def work_of(stage: PipelineStage) -> Work:
         matmul_flops=count * matmul,
         attention_flops=count * attention * passes,
         traffic_bytes=count * (kept * (forwards + 1) + repeated),
-        update_bytes=stage.updated * _UPDATE_BYTES + stage.parameters * 2 * 4,
+        update_bytes=stage.updated * _UPDATE_BYTES + stage.trained * 2 * 4,
         link_bytes=links,
         network_bytes=network,
     )
@@ -165,14 +170,16 @@ class SentBytes(NamedTuple):
 def sent_bytes(stage: PipelineStage) -> SentBytes:
     """Count what the collectives of a step send; `dms-plan --trace` lists them one by one."""
     m, copies = stage.microbatch, stage.copies
-    parts = stage.layers * stage.vp * _layer_parts(m)
+    parts = stage.layers * stage.vp * (_layer_parts(m) + _adapter_parts(m))
     parts += (stage.rank == 0) * _embedding_parts(m) + stage.is_last * _head_parts(m)
     chunks = 2 * stage.vp - (stage.rank == 0) - stage.is_last
     return SentBytes(
         tensor=stage.microbatches * parts * m.gathered * (m.tp - 1) / m.tp,
-        data=stage.parameters * (4 + m.width) * (copies - 1) / copies,
+        data=stage.trained * (4 + m.width) * (copies - 1) / copies,
         pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
-        embedding=stage.shared_table * 4.0,  # an all-reduce of two ranks sends the tensor once
+        embedding=stage.shared_table
+        * 4.0
+        * m.trains_all,  # an all-reduce of two ranks sends the tensor once
     )
 
 
@@ -184,8 +191,15 @@ def _layer_parts(m: Microbatch) -> int:
     """Count the gathers and scatters of a layer; an all-reduce is one of each."""
     # both products of attention and MLP; with sequence parallelism the inputs of the
     # column-parallel ones are gathered again for their weights' gradients
-    repeated = 2 * m.parallel.recomputes("mlp")
-    return 4 * (_forwards(m) + 1) + 2 * m.parallel.sequence_parallel + repeated
+    again = {"all": 2, "attention": 1}.get(m.trainable.weights, 0) * m.parallel.sequence_parallel
+    return 4 * (_forwards(m) + 1) + again + 2 * m.parallel.recomputes("mlp")
+
+
+def _adapter_parts(m: Microbatch) -> float:
+    """Return what `_layer_parts` counts, for the narrow products of adapters."""
+    output = m.trainable.lora.rank * ("o" in m.trainable.targets)
+    narrow = adapters(m.architecture, m.trainable, m.method).inner + output
+    return (_forwards(m) - m.distills + 1) * narrow / m.architecture.hidden_size
 
 
 def _embedding_parts(m: Microbatch) -> int:

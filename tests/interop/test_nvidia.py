@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 WINDOW, BLOCK = 8, 4
 PROMPTS = (1, WINDOW + 1, 40, LENGTH - 1)
 CHUNKED = (1, 7)
-WRITTEN = ("borrowed", "adapter")
+WRITTEN = ("borrowed", "decision_projection")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def theirs(work, folders):
         f"write {name}": {
             "do": "write",
             "directory": folders[name],
-            "separate": name == "adapter",
+            "separate": name == "decision_projection",
             "window": WINDOW,
             "block": BLOCK,
         }
@@ -65,7 +65,7 @@ def theirs(work, folders):
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", ["exported", "tied", *WRITTEN])
 def test_same_computation(theirs, folders, name, prompt):
-    """Our export in its code; its checkpoint, eviction channel or adapter, in ours."""
+    """Our export in its code; its checkpoint, eviction channel or decision projection, in ours."""
     assert_same(theirs[f"{name} {prompt}"], ours(folders[name], TEXT, prompt), f"{name} {prompt}")
 
 

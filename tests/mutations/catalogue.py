@@ -33,12 +33,12 @@ MUTATIONS = [
     Mutation(
         "the teacher forgets RoPE scaling",
         ENGINE,
-        "$TEACHERS = self._build_chunks($METHOD, $SOURCE)",
+        "$TEACHERS = self._build_chunks($METHOD, $SOURCE, ALL_WEIGHTS)",
         "import dataclasses\n"
         "\n"
         "whole = self.architecture\n"
         "self.architecture = dataclasses.replace(whole, rope_scaling=None)\n"
-        "$TEACHERS = self._build_chunks($METHOD, $SOURCE)\n"
+        "$TEACHERS = self._build_chunks($METHOD, $SOURCE, ALL_WEIGHTS)\n"
         "self.architecture = whole",
         ONE_STEP + "test_an_untouched_student_does_not_differ_from_a_teacher_of_its_weights",
         inside="attach_teacher",
@@ -150,6 +150,14 @@ MUTATIONS = [
         "if self._optimizer is not None:\n    self._optimizer.reload_model_params()",
         "pass",
         TINY_STEP + "[from_export-bf16]",
+        inside="load_hf",
+    ),
+    Mutation(
+        "a shared teacher keeps the adapters of the student",
+        "dms_train/mcore/model/sharing.py",
+        "$PROJECTION.active = $METHOD is not self._method",
+        "$PROJECTION.active = True",
+        "tests/unit/mcore/test_trainable.py::test_a_shared_teacher_equals_a_separate_one[None-lora]",
     ),
     # Resetting the eviction channel
     Mutation(

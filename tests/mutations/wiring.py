@@ -41,10 +41,8 @@ WIRING = [
     Mutation(
         "a loaded student is its own teacher",
         APP_ENGINE,
-        "$ENGINE.attach_teacher($ORIGINAL if $START.student is not None else None)",
-        "$ENGINE.attach_teacher(\n"
-        "    WeightReader($START.student) if $START.student is not None else None\n"
-        ")",
+        "$ENGINE.attach_teacher(None if $BEGINS else $ORIGINAL)",
+        "$ENGINE.attach_teacher(None if $BEGINS else WeightReader(start.student))",
         TRAINING + "test_the_teacher_is_the_original_and_the_student_is_what_run_load_names",
     ),
     Mutation(

@@ -25,7 +25,7 @@ from dms_train.kernels import dispatch
 from dms_train.mcore import engine as engine_module
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
 from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
@@ -118,11 +118,17 @@ def step_bytes(case: dict[str, Any]) -> dict[str, int]:
     view = groups.start(parallel, seed=1)
     a = configs.architecture(**SIZES, **case["architecture"])
     spec = PRESETS[case["method"]]
-    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
+    trainable = Trainable(weights=case["train"])
+    options = TrainEngineOptions(
+        parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1, trainable=trainable
+    )
     with LiveBytes() as live:
         engine = McoreEngine(a, spec, view, options, None)
-        if case["distills"]:
-            teachers = engine._build_chunks(engine_module.MethodState(spec, engine._attend), None)
+        if case["distills"] and trainable.weights != "all":
+            engine.attach_teacher(None)
+        elif case["distills"]:
+            original = engine_module.MethodState(spec, engine._attend)
+            teachers = engine._build_chunks(original, None, ALL_WEIGHTS)
             for student, teacher in zip(engine._models, teachers, strict=True):
                 student.set_teacher(teacher)
             del teachers

@@ -192,7 +192,7 @@ def components(fakes: FakeParts, folder: Path, **options: Any) -> TrainerCompone
         log_interval=options.get("log_interval", 1),
         throughput=Throughput(),
         means=Means(),
-        compute=Compute(forward_flops=10.0, devices=2),
+        compute=Compute(forward_flops=10.0, student_flops=30.0, devices=2),
     )
     run_options = RunOptions(**{**defaults, **options})
     return TrainerComponents(

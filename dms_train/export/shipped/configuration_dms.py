@@ -52,7 +52,9 @@ def _from_nested(spec: dict[str, Any]) -> DMSNumbers:
 
 def _from_flat(config: Any) -> DMSNumbers:
     if getattr(config, "dms_separate_alpha", False):
-        raise ValueError("dms_separate_alpha: the adapter variant is not supported by this code")
+        raise ValueError(
+            "dms_separate_alpha: a separate decision projection is not supported by this code"
+        )
     if getattr(config, "dms_alpha_per", "head") != "head":
         raise ValueError("dms_alpha_per: only `head` is supported by this code")
     shift = getattr(config, "dms_decision_shift", 1)

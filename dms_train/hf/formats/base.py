@@ -111,8 +111,8 @@ class ExportFormat:
         dtype: The only accepted dtype of weights, by torch's name; None accepts any.
         config_keys: Function that returns the keys to set in config.json.
         read: Function that reads what a directory in this format states; None for another format.
-            Arguments: the directory; its config.json; whether the caller supports the adapter
-            variant, whose spec has no meaningful channel. It raises HFError if the values are
+            Arguments: the directory; its config.json; whether the caller supports a decision
+            projection, whose spec has no meaningful channel. It raises HFError if the values are
             incomplete, contradictory or of a variant that is not supported.
         problem: Function that returns the first reason why the consumer would misread the
             weights, or None.

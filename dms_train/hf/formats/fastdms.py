@@ -38,13 +38,15 @@ def _advice(model: ExportedModel) -> list[str]:
     return advice
 
 
-def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
+def _read(directory: Path, config: dict[str, Any], decision_projection: bool) -> Stated | None:
     """Read flat keys with shift 0, or settings outside config.json."""
     if "dms" in config:
         return None
     shift = flat.flat_shift(config)
     if shift == 0:
-        return flat.read_flat(directory, config, PRESETS[_PRESET].spec, adapter=adapter)
+        return flat.read_flat(
+            directory, config, PRESETS[_PRESET].spec, decision_projection=decision_projection
+        )
     return _stated(directory) if shift is None else None
 
 

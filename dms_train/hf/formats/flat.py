@@ -140,7 +140,7 @@ def flat_shift(config: dict[str, Any]) -> int | None:
 
 
 def read_flat(
-    directory: Path, config: dict[str, Any], conventions: MethodSpec, *, adapter: bool
+    directory: Path, config: dict[str, Any], conventions: MethodSpec, *, decision_projection: bool
 ) -> Stated:
     """Read what flat keys state.
 
@@ -149,14 +149,14 @@ def read_flat(
         config: Its config.json.
         conventions: Values of the consumer for settings that the keys leave open. Values that
             matter only in training come from our provenance if present.
-        adapter: Whether the adapter variant is accepted.
+        decision_projection: Whether a decision projection is accepted.
 
     Raises:
         HFError: If the keys are incomplete, contradictory or of a variant not supported.
     """
     from_hf_config(config)
     for key, only in _SWITCHES.items():
-        if adapter and key == "dms_separate_alpha":
+        if decision_projection and key == "dms_separate_alpha":
             continue
         if config.get(key, only) != only:
             raise HFError(f"{directory}: {key}={config[key]!r} is not supported, only {only!r}")

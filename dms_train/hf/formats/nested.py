@@ -14,7 +14,7 @@ from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated, read_
 def nested_format(method: str) -> ExportFormat:
     """Describe the format of a method's exports."""
 
-    def read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
+    def read(directory: Path, config: dict[str, Any], decision_projection: bool) -> Stated | None:
         return read_block(directory, config, method)
 
     return ExportFormat(

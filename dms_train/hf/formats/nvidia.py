@@ -34,11 +34,13 @@ def _advice(model: ExportedModel) -> list[str]:
     return advice
 
 
-def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
+def _read(directory: Path, config: dict[str, Any], decision_projection: bool) -> Stated | None:
     """Read flat keys with any shift except 0, which is FastDMS; without a shift it is 1."""
     if flat.flat_shift(config) in (None, 0):
         return None
-    return flat.read_flat(directory, config, PRESETS[_PRESET].spec, adapter=adapter)
+    return flat.read_flat(
+        directory, config, PRESETS[_PRESET].spec, decision_projection=decision_projection
+    )
 
 
 FORMAT = ExportFormat(

@@ -115,13 +115,15 @@ def require_known_format(directory: Path) -> None:
 
 
 @typed
-def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, Stated] | None:
+def read_stated(
+    directory: str | Path, *, decision_projection: bool = False
+) -> tuple[str, Stated] | None:
     """Read what a retrofitted model states, with its format; None for a dense model.
 
     Args:
         directory: The export.
-        adapter: Whether the caller supports the adapter variant, whose spec has no meaningful
-            channel.
+        decision_projection: Whether the caller supports a decision projection, whose spec has no
+            meaningful channel.
 
     Raises:
         FileNotFoundError: If there is no config.json.
@@ -132,16 +134,16 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
     require_known_format(directory)
     config = read_config(directory)
     for name, export_format in FORMATS.items():
-        stated = export_format.read(directory, config, adapter)
+        stated = export_format.read(directory, config, decision_projection)
         if stated is not None:
             return name, stated
     return None
 
 
 @typed
-def read_spec(directory: str | Path, *, adapter: bool = False) -> MethodSpec | None:
+def read_spec(directory: str | Path, *, decision_projection: bool = False) -> MethodSpec | None:
     """Read the specification of a model, None for a dense one; errors as `read_stated`."""
-    stated = read_stated(directory, adapter=adapter)
+    stated = read_stated(directory, decision_projection=decision_projection)
     return None if stated is None else stated[1].spec
 
 

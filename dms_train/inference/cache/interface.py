@@ -48,8 +48,8 @@ class AttentionStep(NamedTuple):
         position: int64 [b, n]; -1 for padding.
         rows: Cache rows of the sequences, int64 [b], all different.
         spec: Spec of a model with eviction channels in its heads; None for any other.
-        adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
-            called only where decisions are read.
+        decision_projection: Computes the decisions of a model with a projection for them, bool
+            [b, g, n]; called only where decisions are read.
         lengths: Tokens of each sequence without padding; None if there is none.
         begins: Whether the cache is known to hold nothing of these sequences yet.
         table: `rotation_table` of `cos` and `sin`; None to compute it on demand.
@@ -64,7 +64,7 @@ class AttentionStep(NamedTuple):
     position: Tensor
     rows: Tensor
     spec: MethodSpec | None = None
-    adapter: Callable[[], Tensor] | None = None
+    decision_projection: Callable[[], Tensor] | None = None
     lengths: tuple[int, ...] | None = None
     begins: bool = False
     table: Tensor | None = None
@@ -72,8 +72,8 @@ class AttentionStep(NamedTuple):
 
     def decisions(self) -> Tensor | None:
         """Return the hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
-        if self.adapter is not None:
-            return self.adapter()
+        if self.decision_projection is not None:
+            return self.decision_projection()
         if self.spec is None:
             return None
         return method_layer(self.spec).hard(self.query, self.key.squeeze(3)).transpose(1, 2)
@@ -85,19 +85,21 @@ class AttentionStep(NamedTuple):
     def replaced(self, key: Tensor, value: Tensor) -> AttentionStep:
         """Return the same tokens and decisions with other keys and values, [b, n, g, d] each."""
         decided = self.decisions()
-        adapter = None if decided is None else lambda: decided
-        return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
+        decision_projection = None if decided is None else lambda: decided
+        return self._replace(
+            key=key.unsqueeze(3), value=value.unsqueeze(3), decision_projection=decision_projection
+        )
 
     def some(self, index: Tensor) -> AttentionStep:
         """Select some sequences of a step of one token each, int64 [any]."""
         assert self.lengths is None
         fields = ("query", "key", "value", "cos", "sin", "position", "rows")
-        adapter = None
-        if self.adapter is not None:
-            decided = self.adapter()[index]
-            adapter = lambda: decided  # noqa: E731
+        decision_projection = None
+        if self.decision_projection is not None:
+            decided = self.decision_projection()[index]
+            decision_projection = lambda: decided  # noqa: E731
         selected = {name: getattr(self, name)[index] for name in fields}
-        return self._replace(**selected, adapter=adapter, table=None)
+        return self._replace(**selected, decision_projection=decision_projection, table=None)
 
     def rotated(self) -> tuple[Tensor, NewTokens]:
         """Apply RoPE and clear the eviction channels, for caches that store rotated keys.
@@ -139,8 +141,8 @@ class AttentionStep(NamedTuple):
         if decides and self.spec is not None:
             activation = activation.view(b, n, g)
             signal = hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
-        elif decides and self.adapter is not None:
-            signal = self.adapter()
+        elif decides and self.decision_projection is not None:
+            signal = self.decision_projection()
         value = self.value.squeeze(3).transpose(1, 2)
         arrival = NewTokens(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
         return query.view(b, n, -1, d).transpose(1, 2), arrival

@@ -124,11 +124,13 @@ class Attention(nn.Module):
         a: The model.
         spec: Method it was trained with; None for a dense model, which makes no decisions.
         layer: Layer number.
-        adapter: Whether decisions come from a projection of their own instead of an eviction
-            channel.
+        decision_projection: Whether decisions come from a projection of their own instead of an
+            eviction channel.
     """
 
-    def __init__(self, a: Architecture, spec: MethodSpec | None, layer: int, adapter: bool) -> None:
+    def __init__(
+        self, a: Architecture, spec: MethodSpec | None, layer: int, decision_projection: bool
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.spec = spec
@@ -140,8 +142,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, a.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
-        self.adapter = adapter
-        if adapter:
+        self.decision_projection = decision_projection
+        if decision_projection:
             self.dms_proj_alpha = nn.Linear(a.hidden_size, self.groups, bias=bias)
             self.dms_proj_alpha_norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
@@ -149,8 +151,8 @@ class Attention(nn.Module):
         """Convert [t, g * r * d] to [t, g, r, d]."""
         return states.view(len(states), self.groups, -1, self.size)
 
-    def _adapter_decisions(self, residual: Tensor) -> Tensor:
-        """Return the adapter's decisions, bool [b, g, n], for the residual stream [b, n, c]."""
+    def _projected_decisions(self, residual: Tensor) -> Tensor:
+        """Return the decisions for the residual stream [b, n, c], bool [b, g, n]."""
         assert self.spec is not None
         activation = self.dms_proj_alpha(self.dms_proj_alpha_norm(residual))
         return hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
@@ -173,9 +175,9 @@ class Attention(nn.Module):
         outputs, reads = [], []
         pairs = zip(inputs.micro_batches, inputs.angles, strict=True)
         for index, (batch, angles) in enumerate(pairs):
-            adapter = None
-            if self.adapter:
-                adapter = partial(self._adapter_decisions, batch.take(residual))
+            decision_projection = None
+            if self.decision_projection:
+                decision_projection = partial(self._projected_decisions, batch.take(residual))
             step = AttentionStep(
                 query=batch.take(query),
                 key=batch.take(key),
@@ -184,8 +186,8 @@ class Attention(nn.Module):
                 sin=angles.sin,
                 position=batch.position,
                 rows=batch.rows,
-                spec=None if self.adapter else self.spec,
-                adapter=adapter,
+                spec=None if self.decision_projection else self.spec,
+                decision_projection=decision_projection,
                 lengths=batch.lengths,
                 begins=batch.begins,
                 table=angles.table,

@@ -23,9 +23,11 @@ from dms_train.method.base import MethodSpec
 class DecoderLayer(nn.Module):
     """Attention and MLP, or mixture of experts, around a residual stream."""
 
-    def __init__(self, a: Architecture, spec: MethodSpec | None, layer: int, adapter: bool) -> None:
+    def __init__(
+        self, a: Architecture, spec: MethodSpec | None, layer: int, decision_projection: bool
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(a, spec, layer, adapter)
+        self.self_attn = Attention(a, spec, layer, decision_projection)
         self.mlp: MLP | MixtureOfExperts
         self.mlp = MLP(a) if a.experts is None else MixtureOfExperts(a)
         self.input_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
@@ -57,18 +59,24 @@ class Decoder(nn.Module):
     Args:
         architecture: The model.
         spec: Method it was trained with; None for a dense model.
-        adapter: Whether decisions come from a projection of their own.
+        decision_projection: Whether decisions come from a projection of their own.
     """
 
     def __init__(
-        self, architecture: Architecture, spec: MethodSpec | None, *, adapter: bool = False
+        self,
+        architecture: Architecture,
+        spec: MethodSpec | None,
+        *,
+        decision_projection: bool = False,
     ) -> None:
         super().__init__()
         a = self.architecture = architecture
         # without initial values: on the meta device torch would import Dynamo to draw them
         embeddings = torch.empty(a.vocab_size, a.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        layers = (DecoderLayer(a, spec, number, adapter) for number in range(a.num_layers))
+        layers = (
+            DecoderLayer(a, spec, number, decision_projection) for number in range(a.num_layers)
+        )
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
         self.lm_head = nn.Linear(a.hidden_size, a.vocab_size, bias=False)

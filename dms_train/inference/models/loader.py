@@ -25,7 +25,7 @@ _MERGED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_ADAPTER = "dms_proj_alpha"  # name part of weights in NVIDIA's adapter variant
+_DECISION_PROJECTION = "dms_proj_alpha"  # name part of weights in the decision projection of NVIDIA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,14 +62,16 @@ def load_model(directory: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     config = read_config(directory)
     architecture = read_architecture(directory)
     reader = WeightReader(directory)
-    adapter = config.get("dms_separate_alpha") is True
-    _check_adapter(directory, reader, adapter)
-    spec = read_spec(directory, adapter=adapter)
+    decision_projection = config.get("dms_separate_alpha") is True
+    _check_decision_projection(directory, reader, decision_projection)
+    spec = read_spec(directory, decision_projection=decision_projection)
     chosen = _dtype(config if dtype == "auto" else {"dtype": dtype})
     with torch.device("meta"):
-        decoder = Decoder(architecture, spec, adapter=adapter)
-    adapters = {f"model.{name}" for name in decoder.state_dict() if _ADAPTER in name}
-    leftovers = reader.require(architecture, adapters)
+        decoder = Decoder(architecture, spec, decision_projection=decision_projection)
+    decision_projections = {
+        f"model.{name}" for name in decoder.state_dict() if _DECISION_PROJECTION in name
+    }
+    leftovers = reader.require(architecture, decision_projections)
     if leftovers is not None:
         logger().warning(leftovers)
     _assign(decoder, reader, architecture, chosen, device)
@@ -90,12 +92,14 @@ def _dtype(config: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _check_adapter(directory: Path, reader: WeightReader, adapter: bool) -> None:
-    """Fail if there are adapter weights that config.json does not declare."""
-    present = any(_ADAPTER in name for name in reader.names())
-    if present and not adapter:
+def _check_decision_projection(
+    directory: Path, reader: WeightReader, decision_projection: bool
+) -> None:
+    """Fail if there are weights of a decision projection that config.json does not declare."""
+    present = any(_DECISION_PROJECTION in name for name in reader.names())
+    if present and not decision_projection:
         raise InferenceError(
-            f"{directory}: has {_ADAPTER} weights but config.json does not say "
+            f"{directory}: has {_DECISION_PROJECTION} weights but config.json does not say "
             "dms_separate_alpha=true; correct config.json"
         )
 

@@ -84,7 +84,9 @@ class LayerBackend(NamedTuple):
         return f"{text}, optimizer {inner.__module__.partition('.')[0]} {inner.__name__}"
 
 
-def choose(wanted: str, device: torch.device, *, fused: bool = False) -> LayerBackend:
+def choose(
+    wanted: str, device: torch.device, *, fused: bool = False, adapts: bool = False
+) -> LayerBackend:
     """Choose the layers that a configured name stands for on a device.
 
     Args:
@@ -93,11 +95,13 @@ def choose(wanted: str, device: torch.device, *, fused: bool = False) -> LayerBa
         device: Device of the training.
         fused: Whether the kernels around attention run (`kernels.dispatch.can_fuse`); norms are
             then kernels too.
+        adapts: Whether the projections of attention have adapters (`mcore.layers.adapters`), which
+            read the output of the norm.
 
     Raises:
         ModelError: Transformer Engine is configured and cannot run.
     """
-    missing = _missing(device)
+    missing = _missing(device, adapts)
     if wanted == "transformer_engine" and missing:
         raise ModelError(f"parallel.layers=transformer_engine: {missing}; use parallel.layers=auto")
     norm, norm_name = (FusedRMSNorm, "triton") if fused else (RMSNorm, "torch")
@@ -122,8 +126,10 @@ def choose(wanted: str, device: torch.device, *, fused: bool = False) -> LayerBa
     )
 
 
-def _missing(device: torch.device) -> str:
+def _missing(device: torch.device, adapts: bool) -> str:
     """Say why Transformer Engine cannot run; empty if it can."""
+    if adapts:
+        return "the adapters of method.train read norms that Transformer Engine does not return"
     if device.type != "cuda":
         return f"Transformer Engine needs a GPU and training runs on the {device.type.upper()}"
     # megatron replaces an absent package by mocks, so importing the layers proves nothing

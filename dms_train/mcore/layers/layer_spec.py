@@ -21,10 +21,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from dms_train.mcore.layers.adapters import AdaptedOutput, AdaptedQKV
 from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
 from dms_train.mcore.layers.backend import FusedRMSNorm, FusedSwiGLU, LayerBackend
 from dms_train.mcore.layers.experts import MixtureOfExperts
 from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm
+from dms_train.mcore.options import Trainable
 
 # Names of the fused layers, so that a checkpoint fits Transformer Engine and megatron-core layers.
 _FUSED_ATTENTION = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -40,34 +42,46 @@ def _mlp(method: MethodState, layer_backend: LayerBackend) -> ModuleSpec:
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
+def _attention_spec(
+    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend, train: Trainable
+) -> ModuleSpec:
+    """Describe the attention of a layer, with adapters where `train` asks for them."""
+    inner = layer_backend.norm if config.qk_layernorm else IdentityOp
+    linear_qkv, linear_proj = layer_backend.norm_linear, layer_backend.row
+    if train.adapts:
+        values = {"trainable": train, "layer": method.layer}
+        linear_qkv = ModuleSpec(module=AdaptedQKV, params=values)
+    if "o" in train.targets:
+        linear_proj = ModuleSpec(module=AdaptedOutput, params={"trainable": train})
+    return ModuleSpec(
+        module=MethodSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "method": method},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=linear_qkv,
+            core_attention=partial(CoreAttention, method=method),
+            linear_proj=linear_proj,
+            q_layernorm=inner,
+            k_layernorm=inner,
+        ),
+    )
+
+
 def layer_spec(
-    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend
+    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend, train: Trainable
 ) -> ModuleSpec:
     """Describe one decoder layer."""
-    inner = layer_backend.norm if config.qk_layernorm else IdentityOp
     has_experts = config.num_moe_experts is not None
     layer, outer, fuses = TransformerLayer, layer_backend.norm, layer_backend.fuses_norm
     if fuses:
         outer = IdentityOp
     elif outer is FusedRMSNorm:
         layer, outer = ResidualLayer, ResidualNorm
-    attention = ModuleSpec(
-        module=MethodSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "method": method},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=layer_backend.norm_linear,
-            core_attention=partial(CoreAttention, method=method),
-            linear_proj=layer_backend.row,
-            q_layernorm=inner,
-            k_layernorm=inner,
-        ),
-    )
     fused_names = _FUSED_ATTENTION if has_experts else FUSED_NAMES
     return ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
-            self_attention=attention,
+            self_attention=_attention_spec(config, method, layer_backend, train),
             self_attn_bda=get_bias_dropout_add,
             # router and experts share one norm
             pre_mlp_layernorm=layer_backend.norm if has_experts and fuses else outer,
@@ -82,10 +96,11 @@ def block_spec(
     config: TransformerConfig,
     method: MethodState,
     layer_backend: LayerBackend,
+    train: Trainable,
     vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
     """Describe the layers of this pipeline chunk and the final norm."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = get_num_layers_to_build(config, vp_stage, stage)
-    spec = layer_spec(config, method, layer_backend)
+    spec = layer_spec(config, method, layer_backend, train)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=layer_backend.norm)

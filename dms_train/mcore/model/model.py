@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.layers.backend import LayerBackend
 from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
-from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions, Trainable
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.eviction_stats import EVICTION_STATS
@@ -112,6 +112,28 @@ def rope_arguments(architecture: Architecture) -> dict[str, Any]:
     return {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
 
 
+class Teacher(Protocol):
+    """Frozen original of one pipeline chunk; its functions are those of `DMSModel`."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens [b, s]."""
+        ...
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        eviction_stats: Tensor,
+        noise_keys: Tensor | None,
+        documents: PackedDocuments | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers of the chunk."""
+        ...
+
+    def projection(self, hidden: Tensor) -> vocab_losses.Projection:
+        """Return the factors of the logits."""
+        ...
+
+
 class DMSModel(LanguageModule):
     """Embedding, decoder layers and output layer with student and teacher in one `stage_tensor`.
 
@@ -126,6 +148,8 @@ class DMSModel(LanguageModule):
         architecture: Architecture,
         method: MethodState,
         layer_backend: LayerBackend,
+        trainable: Trainable,
+        *,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
@@ -151,7 +175,7 @@ class DMSModel(LanguageModule):
         )
         self.decoder = TransformerBlock(
             config,
-            block_spec(config, method, layer_backend, vp_stage),
+            block_spec(config, method, layer_backend, trainable, vp_stage),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,
@@ -166,7 +190,7 @@ class DMSModel(LanguageModule):
         self.records_logits = False
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
-        self._teacher: list[DMSModel] = []
+        self._teacher: list[Teacher] = []
 
     def _output_layer(self, rows: int) -> ColumnParallelLinear:
         """Make the output layer; it has no weight of its own if this chunk's embedding is tied."""
@@ -192,7 +216,7 @@ class DMSModel(LanguageModule):
         return entries
 
     @property
-    def teacher(self) -> DMSModel | None:
+    def teacher(self) -> Teacher | None:
         """The frozen teacher's chunk if the loss of the current plan needs it."""
         wanted = self.method.plan.token_loss.needs_teacher and not self.records_logits
         return self._teacher[0] if self._teacher and wanted else None
@@ -202,9 +226,9 @@ class DMSModel(LanguageModule):
         """True if a teacher is attached, independent of the plan."""
         return bool(self._teacher)
 
-    def set_teacher(self, teacher: DMSModel) -> None:
-        """Attach the frozen chunk of the same layout."""
-        self._teacher = [teacher.requires_grad_(requires_grad=False).eval()]
+    def set_teacher(self, teacher: Teacher) -> None:
+        """Attach the frozen chunk of the same layout, or this chunk's own frozen weights."""
+        self._teacher = [teacher]
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the previous stage's tensor; the schedules call it."""
@@ -264,7 +288,7 @@ class DMSModel(LanguageModule):
         weight = self.shared_embedding_or_output_weight() if tied else None
         return self.output_layer(hidden, weight=weight)[0]
 
-    def _projection(self, hidden: Tensor) -> vocab_losses.Projection:
+    def projection(self, hidden: Tensor) -> vocab_losses.Projection:
         """Return the factors of `logits`, for losses that compute logits chunk by chunk."""
         # The output layer itself is not called.
         compat.run_forward_pre_hooks(self.output_layer)
@@ -277,7 +301,7 @@ class DMSModel(LanguageModule):
         accumulates = self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad")
         return vocab_losses.Projection(hidden, weight, accumulates)
 
-    def _input_state(self, tokens: Tensor, teacher: DMSModel | None) -> StageState:
+    def _input_state(self, tokens: Tensor, teacher: Teacher | None) -> StageState:
         if not self.pre_process:
             assert self._stage_input is not None
             return unpack(self._stage_input, has_teacher=teacher is not None)
@@ -336,9 +360,9 @@ class DMSModel(LanguageModule):
         teacher = None
         if self.teacher is not None and t_hidden is not None:
             with torch.no_grad():
-                teacher = self.teacher._projection(t_hidden)
+                teacher = self.teacher.projection(t_hidden)
         losses = vocab_losses.OutputLosses(
-            student=self._projection(hidden),
+            student=self.projection(hidden),
             teacher=teacher,
             labels=labels,
             vocab_size=self.architecture.vocab_size,

@@ -19,6 +19,7 @@ from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import groups
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers import adapters
 from dms_train.mcore.layers.layer_spec import FUSED_NAMES
 from dms_train.mcore.model import mapping
 
@@ -109,12 +110,40 @@ def load(
         shapes = expected_shapes(architecture)
         for chunk in chunks:
             for name, parameter in global_names(chunk).items():
+                if adapters.is_adapter(name):
+                    continue
                 hf_tensors = [
                     _part(source, hf, shapes[hf], parameter, view) for hf in table[name].hf
                 ]
                 local = mapping.to_megatron(table[name], hf_tensors, architecture)
                 parameter.data[: local.shape[0]].copy_(local)
                 parameter.data[local.shape[0] :].zero_()  # rows that pad the vocabulary
+
+
+def initialize_adapters(chunks: list[Any], view: ParallelView, seed: int) -> None:
+    """Make the adapters of frozen weights compute nothing yet, alike in every parallel layout.
+
+    A is uniform as in PEFT, B zero, and the eviction channels have the rows of the frozen weights.
+    """
+    for chunk in chunks:
+        for name, parameter in global_names(chunk).items():
+            if adapters.is_adapter(name):
+                parameter.data.zero_()
+            if name.endswith("_down"):
+                parameter.data.copy_(_random_part(name, parameter, view, seed))
+    for projection in adapters.channel_adapters(chunks):
+        projection.read_channel()
+
+
+def _random_part(name: str, parameter: Any, view: ParallelView, seed: int) -> Tensor:
+    """Return this rank's part of uniform numbers within the inverse root of the input size."""
+    rank, inputs = parameter.shape
+    sharded = getattr(parameter, "tensor_model_parallel", False)
+    first = view.tp_rank * inputs if sharded else 0
+    total = inputs * (view.tp_size if sharded else 1)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
+    whole = (2 * torch.rand(rank, total, generator=generator) - 1) / total**0.5
+    return whole[:, first : first + inputs]
 
 
 def require_finite(chunks: list[Any], where: str) -> None:

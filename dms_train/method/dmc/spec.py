@@ -71,6 +71,10 @@ class DMCSpec(MethodSpec):
         if not math.isfinite(self.importance_offset):
             yield f"{path}.importance_offset={self.importance_offset}: use a finite offset"
 
+    def channels(self, queries: int) -> int:
+        """Count one channel of every query head and one of the key."""
+        return queries + 1
+
     @property
     def summary(self) -> str:
         """Return the end of a sentence that describes a retrofitted model."""

@@ -64,7 +64,7 @@ class KVzapOptions(KVzapSpec, MethodOptions):
     """The `method` block of a configuration; its base classes have the fields."""
 
     spec_class: ClassVar[type[MethodSpec]] = KVzapSpec
-    trains_channels_only: ClassVar[bool] = True
+    train: Annotated[str, OneOf("channel")]
 
     def kept_bytes(self, sizes: LayerSizes) -> int:
         """Count the predictions and their targets."""

@@ -77,7 +77,7 @@ class TrimKVOptions(TrimKVSpec, MethodOptions):
     capacity_weight: Annotated[float, AtLeast(0)]
 
     spec_class: ClassVar[type[MethodSpec]] = TrimKVSpec
-    trains_channels_only: ClassVar[bool] = True
+    train: Annotated[str, OneOf("channel")]
 
     def kept_bytes(self, sizes: LayerSizes) -> int:
         """Count the retentions; the capacity loss computes its blocks again."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import yaml
 
 from dms_train.config.build import ConfigError, to_mapping
 from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
+from dms_train.method.spec import PRESETS
 from tests.support import configs
 
 
@@ -45,6 +48,17 @@ def test_a_changed_value_is_named_with_what_the_run_was_started_with(
     with pytest.raises(ConfigError) as refused:
         require_same(configs.config(**changes), file)
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("preset", ["dms", "kvzap"])
+def test_a_folder_without_a_choice_of_trained_weights_is_read_and_resumed(tmp_path, preset) -> None:
+    config = configs.config(method=asdict(PRESETS[preset]))
+    values = to_mapping(config)
+    del values["method"]["train"], values["lora"]
+    file = tmp_path / CONFIG_FILE
+    file.write_text(yaml.safe_dump(values))
+    assert read_frozen(file) == config
+    require_same(config, file)
 
 
 def test_a_folder_with_former_stage_names_is_read_and_resumed(tmp_path) -> None:

@@ -66,7 +66,7 @@ def unturned(rows, query, arrival):
         sin=torch.zeros_like(cos),
         position=arrival.position.contiguous(),
         rows=rows,
-        adapter=lambda: arrival.signal,
+        decision_projection=lambda: arrival.signal,
     )
 
 
@@ -156,7 +156,7 @@ def test_tokens_before_rope_are_decided_cleared_and_rotated(build, clear_after_r
             cos=table[part].cos().expand(2, -1, -1, -1, -1),
             sin=table[part].sin().expand(2, -1, -1, -1, -1),
             spec=spec,
-            adapter=None,
+            decision_projection=None,
         )
         outputs.append(cache.step(0, step).output)
     assert 0.2 < decisions.double().mean() < 0.8

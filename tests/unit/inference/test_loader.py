@@ -1,4 +1,4 @@
-"""Loading of models: tied heads, export formats, the adapter variant, refusals."""
+"""Loading of models: tied heads, export formats, decision projections, refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.inference.conftest import (
 )
 
 
-def adapter_folder(path, family="qwen3", *, flag=True, tensors=True):
+def projection_folder(path, family="qwen3", *, flag=True, tensors=True):
     """Write a folder in NVIDIA's layout whose decisions come from `dms_proj_alpha`."""
     a = tiny_architecture(family)
     weights = varied_weights(a, 0)
@@ -39,8 +39,8 @@ def adapter_folder(path, family="qwen3", *, flag=True, tensors=True):
     return path, a, weights
 
 
-def adapter_forward(a, weights, ids, monkeypatch):
-    """Compute the dense model in float64, independently, masked by the adapter's decisions."""
+def projection_forward(a, weights, ids, monkeypatch):
+    """Compute the dense model in float64, independently, masked by its decision projection."""
     spec = small_spec("dms_nvidia")
     residual, decided = [], []
 
@@ -73,21 +73,21 @@ def adapter_forward(a, weights, ids, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_adapter(tmp_path, monkeypatch, chunk):
-    directory, a, weights = adapter_folder(tmp_path / "adapter")
+def test_decision_projection(tmp_path, monkeypatch, chunk):
+    directory, a, weights = projection_folder(tmp_path / "decision_projection")
     ids = random_ids(70, seed=4)
-    expected, decisions = adapter_forward(a, weights, ids, monkeypatch)
+    expected, decisions = projection_forward(a, weights, ids, monkeypatch)
     assert 0.3 < (decisions > 0).double().mean() < 0.7
     llm = LLM(directory, prefill_chunk=chunk)
     torch.testing.assert_close(llm.logits(ids).double(), expected, atol=1e-4, rtol=1e-4)
     assert llm.kv.cr_factor > 1.2
 
 
-def test_adapter_weights_and_flag_go_together(tmp_path):
+def test_decision_projection_weights_and_flag_go_together(tmp_path):
     with pytest.raises(ValueError, match="dms_separate_alpha"):
-        LLM(adapter_folder(tmp_path / "a", flag=False)[0])
+        LLM(projection_folder(tmp_path / "a", flag=False)[0])
     with pytest.raises(ValueError, match=r"no tensor .*dms_proj_alpha"):
-        LLM(adapter_folder(tmp_path / "b", tensors=False)[0])
+        LLM(projection_folder(tmp_path / "b", tensors=False)[0])
 
 
 def test_tied_head(folder, assert_greedy):

@@ -18,7 +18,7 @@ from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.errors import KernelError
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.model.recording import Recording
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions, Trainable
 from dms_train.method.base import MethodOptions
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import PRESETS
@@ -37,7 +37,12 @@ class Trained(NamedTuple):
 
 def train(view, method: MethodOptions, directory: Path, *, lr: float, steps: int) -> Trained:
     a = tiny.architecture("llama", num_layers=2)
-    options = TrainEngineOptions(parallel=ParallelOptions(), optim=OptimOptions(lr=lr), seed=7)
+    options = TrainEngineOptions(
+        parallel=ParallelOptions(),
+        optim=OptimOptions(lr=lr),
+        seed=7,
+        trainable=Trainable(weights=method.train),
+    )
     source = tiny.SmallEvictionChannels(a, 1, method.spec.channel)
     engine = McoreEngine(a, method, view, options, source)
     engine.attach_teacher(None)

@@ -20,7 +20,7 @@ from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers.residual import ResidualLayer
 from dms_train.mcore.model.weights import RandomWeights
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import LoraOptions, OptimOptions, ParallelOptions, Trainable
 from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
@@ -75,6 +75,42 @@ def test_a_step_is_the_same(
     fused_loss, fused_reads, fused = outcome(view, family, preset, recompute, **plan)
     assert fused_loss == pytest.approx(loss, rel=1e-5)
     assert fused_reads == pytest.approx(reads, rel=1e-5)
+    for name, gradient in gradients.items():
+        worst = (fused[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-30)
+        assert worst < 1e-4, name
+
+
+def frozen_base(view: ParallelView, train: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a student unlike the teacher with which it shares weights."""
+    architecture = tiny.architecture("llama", num_layers=2)
+    method = PRESETS["dms"].override(window=4, alpha_offset=0.5)
+    options = TrainEngineOptions(
+        parallel=ParallelOptions(),
+        optim=OptimOptions(lr=1e-3),
+        seed=7,
+        trainable=Trainable(weights=train, lora=LoraOptions(rank=2)),
+    )
+    source = tiny.SmallEvictionChannels(architecture, 1, method.channel, factor=0.002)
+    engine = McoreEngine(architecture, method, view, options, source)
+    engine.attach_teacher(None)
+    trained = {n: p for n, p in engine._models[0].named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+        parameter.data += noise * (1e-4 if "channel" in name else 0.02)
+    plan = StepPlan(step=3, eviction="soft", channel_scale=0.0, target_cr=8.0)
+    totals = engine.forward_backward(plan, [tiny.batch(0)])
+    return totals.token_loss, {name: p.main_grad.clone() for name, p in trained.items()}
+
+
+@pytest.mark.parametrize("train", ["attention", "channel", "lora"])
+def test_a_step_on_a_frozen_base_is_the_same(
+    view: ParallelView, monkeypatch: pytest.MonkeyPatch, train: str
+) -> None:
+    loss, gradients = frozen_base(view, train)
+    monkeypatch.setattr(dispatch, "can_fuse", lambda _: True)
+    fused_loss, fused = frozen_base(view, train)
+    assert loss > 1e-3
+    assert fused_loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in gradients.items():
         worst = (fused[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-30)
         assert worst < 1e-4, name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dms_train.families import FAMILIES
-from dms_train.mcore.options import ParallelOptions
+from dms_train.mcore.options import ParallelOptions, Trainable
 from dms_train.method.spec import PRESETS
 from dms_train.planning.activations import Microbatch, layer
 from dms_train.planning.memory import MemoryEstimate, PipelineStage, of_stage
@@ -43,6 +43,7 @@ def case(
         "length": 512,
         "microbatches": 4 if pipeline else 1,
         "distills": True,
+        "train": "all",
     }
     architecture = {"family": family, "tie_word_embeddings": family == "llama", "vocab_size": 256}
     return {
@@ -81,6 +82,14 @@ CASES = {
     "pp3_vp2_uneven_first": case({PP: 3, VP: 2, FIRST: 4, LAST: 2}, microbatches=6),
     "pp2_vp4_full": case({PP: 2, VP: 4}, FULL),
     "pp2_tp2_sp_full": case({PP: 2}, SP, FULL, stage=1),
+    "attention": case(train="attention", microbatches=2),
+    "attention_tp2_sp": case(SP, train="attention"),
+    "channel": case(train="channel"),
+    "lora": case(train="lora", microbatches=2),
+    "lora_tp2_sp_full": case(SP, FULL, train="lora"),
+    "lora_tp2_sp": case(SP, train="lora"),
+    "lora_pp2_llama": case({PP: 2}, train="lora", family="llama", stage=1),
+    "lora_dmc": case(train="lora", method="dmc"),
     "dmc": case(method="dmc"),
     "dmc_llama": case(method="dmc", family="llama", samples=2),
     "dmc_qwen3": case(method="dmc", family="qwen3", length=640),
@@ -107,6 +116,8 @@ def stage(given: dict[str, Any], **parallel: Any) -> PipelineStage:
         length=given["length"],
         distills=given["distills"],
         fused=False,
+        trainable=Trainable(weights=given["train"]),
+        shares=given["train"] != "all",
     )
     return PipelineStage(
         microbatch=microbatch,
@@ -141,7 +152,7 @@ def test_the_model_holds_what_the_plan_counts(measured, name):
     given = stage(CASES[name])
     memory = of_stage(given)
     # the moments of Adam come with its first update
-    masters = given.parameters * 4 if given.microbatch.width == 2 else 0
+    masters = given.trained * 4 if given.microbatch.width == 2 else 0
     counted = memory.weights + memory.gradients + memory.teacher + masters
     assert measured[name]["fixed"] == pytest.approx(counted, rel=0.01)
 

@@ -126,6 +126,12 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             "leave it out after pretrain",
         ),
         ({"stage__run": ["pretrain", "retrofit"], **SCRATCH}, "are different runs"),
+        (
+            {"stage__run": ["pretrain"], "method__train": "lora"},
+            "method.train=lora: pretrain trains all weights; set it to all",
+        ),
+        ({"lora": {"targets": ["q", "w"]}}, "lora.targets=[q,w]: name one or more of q,k,v,o"),
+        ({"method__train": "some"}, "choose one of all, attention, channel, lora"),
         ({**SCRATCH}, "zero_neuron needs weights; set model.path"),
         ({**SCRATCH, "model__path": "x"}, "set exactly one"),
         (

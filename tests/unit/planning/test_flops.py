@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dms_train.mcore.options import Trainable
+from dms_train.method.spec import PRESETS
 from dms_train.observe.metrics import Compute
-from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
 from dms_train.planning.memory import parameter_count
 from tests.support import configs
 
@@ -28,11 +30,27 @@ def test_short_texts_cost_two_operations_a_weight_and_pass(name):
 
 
 def test_utilization():
-    compute = Compute(forward_flops=2e9, devices=4, peak_tflops=10.0)
+    compute = Compute(forward_flops=2e9, student_flops=6e9, devices=4, peak_tflops=10.0)
     # 1000 tokens/s, three passes of 2 GFLOP: 6 TFLOP/s on 4 devices
     assert compute.at(1000.0, has_teacher=False) == pytest.approx(
         {"tflops_per_device": 1.5, "mfu": 0.15}
     )
     assert compute.at(1000.0, has_teacher=True)["mfu"] == pytest.approx(0.2)
-    unknown = Compute(forward_flops=2e9, devices=4)
+    unknown = Compute(forward_flops=2e9, student_flops=6e9, devices=4)
     assert unknown.at(1000.0, has_teacher=False) == pytest.approx({"tflops_per_device": 1.5})
+
+
+def test_frozen_weights_save_their_gradients():
+    """Without attention over other tokens: 6 operations per weight that trains, 4 per frozen."""
+    a, method = configs.KNOWN["llama31_8b"], PRESETS["dms"]
+    weights = parameter_count(a) - a.vocab_size * a.hidden_size
+    attention = a.num_layers * 2 * 4096 * (4096 + 1024)
+    lora = a.num_layers * (16 * (4 * 4096 + 4096 + 2 * 1024 + 4096) + 8 * 4096)
+    expected = {
+        "all": 6 * weights,
+        "attention": 4 * weights + 2 * attention,
+        "lora": 4 * weights + 6 * lora,
+    }
+    for train, operations in expected.items():
+        counted = student_flops_per_token(a, 1, Trainable(weights=train), method)
+        assert counted == pytest.approx(operations, rel=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dms_train.hf.architecture import Experts
+from dms_train.planning.gpus import GPUS, calibration
 from dms_train.planning.memory import active_parameter_count, estimate, parameter_count
 from tests.support import configs
 
@@ -84,3 +85,35 @@ def test_tensor_and_pipeline_shares():
     assert estimate(halves, configs.architecture(), 2).weights == pytest.approx(whole / 2, rel=0.01)
     stages = configs.config(parallel__pipeline_model_parallel_size=2)
     assert whole / 2 < estimate(stages, configs.architecture(), 2).weights < whole
+
+
+def trained(train: str, **changes) -> tuple[int, int, int]:
+    """Parameters that train, those with Adam's moments, and those of the teacher alone."""
+    memory = estimate(configs.config(method__train=train, **changes), configs.architecture(), 1)
+    return memory.gradients // 4, memory.optimizer // 8, memory.teacher // 4
+
+
+def test_frozen_weights_have_no_gradients_and_are_shared_with_the_teacher():
+    layers, hidden, query, key = 4, 64, 64, 32
+    attention = layers * 2 * hidden * (query + key)
+    rows = layers * 2 * hidden  # of the eviction channels of two KV heads
+    lora = layers * 16 * (3 * hidden + query + 2 * key + query + hidden) + rows
+    assert trained("attention") == (attention, attention, attention)
+    assert trained("channel") == (rows, rows, 0)
+    assert trained("lora") == (lora, lora, 0)
+    everything = parameter_count(configs.architecture())
+    # the frozen weights of a further trained student are not the teacher's
+    assert trained("lora", run__load="x") == (lora, lora, everything)
+
+
+def test_an_8b_model_with_lora_fits_one_gpu_of_80_gb():
+    size = {"data__seq_length": 8192, "parallel__params_dtype": "bf16"}
+    needed = {
+        train: estimate(
+            configs.config(method__train=train, method__window=256, **size),
+            configs.KNOWN["llama31_8b"],
+            1,
+        ).needed(calibration(), 1)
+        for train in ("all", "lora")
+    }
+    assert needed["lora"] < GPUS["h100"].memory < needed["all"]

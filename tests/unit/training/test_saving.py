@@ -74,7 +74,7 @@ class Workspace:
             log_interval=1,
             throughput=Throughput(),
             means=Means(),
-            compute=Compute(forward_flops=1.0, devices=1),
+            compute=Compute(forward_flops=1.0, student_flops=3.0, devices=1),
         )
         self.saver = Saver(
             engine=self.engine,  # type: ignore[arg-type]

@@ -1,0 +1,51 @@
+"""Number of weights that train, and of the adapters that stand beside frozen weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.options import Trainable
+from dms_train.method.base import MethodSpec
+
+
+class Adapters(NamedTuple):
+    """Numbers of parameters of the adapters of one layer.
+
+    Attributes:
+        sharded: Parameters that tensor parallelism divides.
+        replicated: Parameters that every tensor-parallel rank holds.
+        inner: Rows of the narrow products: ranks of the targets on the q, k, v projection, and
+            rows of the eviction channels.
+        channels: Rows of the eviction channels.
+    """
+
+    sharded: int = 0
+    replicated: int = 0
+    inner: int = 0
+    channels: int = 0
+
+
+def attention_weights(a: Architecture) -> int:
+    """Count the weights and biases of a layer's q, k, v and o projections."""
+    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    return 2 * a.hidden_size * (query + key) + (query + 2 * key if a.add_qkv_bias else 0)
+
+
+def adapters(a: Architecture, trainable: Trainable, method: MethodSpec) -> Adapters:
+    """Count the adapters of a layer; all are 0 for `all` and `attention`."""
+    if not trainable.adapts:
+        return Adapters()
+    rank, h = trainable.lora.rank, a.hidden_size
+    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    outputs = {"q": query, "k": key, "v": key}
+    own = [outputs[target] for target in trainable.targets if target in outputs]
+    rows = a.num_query_groups * method.channels(a.num_attention_heads // a.num_query_groups)
+    inner = rank * len(own) + rows
+    with_output = "o" in trainable.targets
+    return Adapters(
+        sharded=rank * (sum(own) + (query if with_output else 0)),
+        replicated=inner * h + (rank * h if with_output else 0) + (rows if a.add_qkv_bias else 0),
+        inner=inner,
+        channels=rows,
+    )

@@ -1,0 +1,121 @@
+"""LoRA, eviction channels and attention on a frozen base: every layout trains the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.options import LoraOptions, OptimOptions, ParallelOptions, Trainable
+from dms_train.method.plan import LearningRate, StepPlan
+from dms_train.method.spec import PRESETS
+from tests.support import tiny
+from tests.support.ranks import values_of_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"},
+}
+# of each, the first layout is what the others are compared with
+CASES = [("lora", "qwen2", layout) for layout in LAYOUTS]
+CASES += [("lora", "llama", "dp2"), ("lora", "llama", "pp2")]  # one table on both stages
+CASES += [("channel", "qwen2", layout) for layout in ("dp2", "tp2", "tp2_sp")]
+CASES += [("attention", "qwen2", layout) for layout in ("dp2", "tp2_sp", "pp2")]
+SAVED = "tp2"
+RATE = LearningRate(max_lr=1e-2, min_lr=1e-2, steps=3, warmup_steps=0, style="constant")
+
+
+def build(view: ParallelView, train: str, family: str, layout: str) -> McoreEngine:
+    architecture = tiny.architecture(family, num_layers=2)
+    method = PRESETS["dms"].override(window=4, alpha_offset=0.5, alpha_scale=1.0)
+    options = TrainEngineOptions(
+        parallel=ParallelOptions(**LAYOUTS[layout]),
+        # a large epsilon, because Adam amplifies rounding in small gradients
+        optim=OptimOptions(lr=1e-2, adam_eps=1e-2),
+        seed=7,
+        trainable=Trainable(weights=train, lora=LoraOptions(rank=2, alpha=8.0)),
+    )
+    source = tiny.SmallEvictionChannels(architecture, 1, method.channel)
+    engine = McoreEngine(architecture, method, view, options, source)
+    engine.attach_teacher(None)
+    engine.reset_eviction_channel()
+    engine.begin_stage(RATE)
+    return engine
+
+
+def train(engine: McoreEngine, first: int, last: int) -> None:
+    for step in range(first, last):
+        plan = StepPlan(
+            step=step, stage_step=step, eviction="soft", channel_scale=0.0, target_cr=4.0
+        )
+        view = engine.view
+        engine.train_step(plan, tiny.microbatches(view.dp_rank, view.dp_size))
+
+
+def keep(engine: McoreEngine, path: Path) -> None:
+    tensors = dict(engine.hf_tensors())
+    if engine.view.rank == 0:
+        save_file(tensors, path)
+
+
+def work(out: Path) -> None:
+    for train_, family, layout in CASES:
+        view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
+        engine = build(view, train_, family, layout)
+        train(engine, 0, 2)
+        if (train_, family, layout) == ("lora", "qwen2", SAVED):
+            engine.save(out / "checkpoint", {})
+        train(engine, 2, 3)
+        keep(engine, out / f"{train_}-{family}-{layout}")
+        groups.stop(keep_process_group=True)
+    for layout in ("dp2", "pp2"):
+        view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
+        engine = build(view, "lora", "qwen2", layout)
+        engine.load(out / "checkpoint", with_optimizer=True)
+        train(engine, 2, 3)
+        keep(engine, out / f"resumed-{layout}")
+        groups.stop(keep_process_group=True)
+    groups.stop()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trainable")
+    values_of_ranks(work, 2, folder)
+    return folder
+
+
+def difference(found: Path, expected: Path) -> float:
+    """The largest difference of two exports."""
+    one, other = load_file(found), load_file(expected)
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in other)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_layouts_export_the_same_model(out: Path, case: tuple[str, str, str]) -> None:
+    kind, family, layout = case
+    assert difference(out / f"{kind}-{family}-{layout}", out / f"{kind}-{family}-dp2") < 2e-6
+    a = tiny.architecture(family, num_layers=2)
+    source = tiny.SmallEvictionChannels(a, 1, PRESETS["dms"].channel)
+    moved = {
+        name.split(".")[-2]
+        for name, tensor in load_file(out / f"{kind}-{family}-{layout}").items()
+        if not torch.equal(tensor, source.get(name))
+    }
+    targets = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert moved == ({"q_proj"} if kind == "channel" else targets)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_a_checkpoint_continues_in_another_layout(out: Path, layout: str) -> None:
+    assert difference(out / f"resumed-{layout}", out / f"lora-qwen2-{SAVED}") < 2e-6
