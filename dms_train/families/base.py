@@ -28,6 +28,30 @@ class ParameterMap:
     layout: Layout = "plain"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """Attention of one layer.
+
+    Attributes:
+        rotary_base: Base of RoPE; None for a layer without RoPE.
+    """
+
+    rotary_base: float | None
+
+
+class LayerKeys(NamedTuple):
+    """Keys of config.json that describe the attention layer by layer.
+
+    Attributes:
+        read: Function of a config.json mapping and the base of RoPE that returns every layer.
+            `ModelFamily.refuse` has checked the mapping.
+        write: Function of all layers that returns the keys.
+    """
+
+    read: Callable[[Mapping[str, Any], float], tuple[LayerAttention, ...]]
+    write: Callable[[tuple[LayerAttention, ...]], dict[str, Any]]
+
+
 class Refusal(NamedTuple):
     """Key of config.json with an unsupported value.
 
@@ -94,7 +118,9 @@ class ModelFamily:
             has as many KV heads as query heads.
         head_size: Head size if config.json lacks `head_dim`; None means hidden size / query heads.
         always_has_head_dim: Whether `head_dim` is written even if it equals hidden size / heads.
+        rotary_base: Base of RoPE if config.json states none.
         rope_types: Supported rules of RoPE scaling besides `default`.
+        layers: Keys of a family whose layers may differ; None for any other.
         fixed: Keys of config.json that are written, and refused with other values.
         written: Further keys to write; `refuse` checks them on reading.
         refuse: Function that returns the first key with an unsupported value.
@@ -108,7 +134,9 @@ class ModelFamily:
     kv_heads_required: bool = True
     head_size: int | None = None
     always_has_head_dim: bool = True
+    rotary_base: float = 10000.0
     rope_types: tuple[str, ...] = ()
+    layers: LayerKeys | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], Refusal | None] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from dms_train.families import FAMILIES, ModelFamily
+from dms_train.families import FAMILIES, LayerAttention, ModelFamily
 from dms_train.hf.errors import HFError
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
@@ -32,6 +32,8 @@ class Architecture:
         family: A name in `dms_train.families`.
         kv_channels: Head size d.
         num_query_groups: KV heads.
+        rope_scaling: Rule for the layers whose base is `rotary_base`.
+        layers: Attention of every layer; empty if all have RoPE with `rotary_base`.
     """
 
     family: str
@@ -47,6 +49,12 @@ class Architecture:
     layernorm_epsilon: float
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    layers: tuple[LayerAttention, ...] = ()
+
+    @property
+    def attention_layers(self) -> tuple[LayerAttention, ...]:
+        """Attention of every layer, also where all are alike."""
+        return self.layers or (LayerAttention(rotary_base=self.rotary_base),) * self.num_layers
 
     @property
     def add_qkv_bias(self) -> bool:
@@ -70,12 +78,30 @@ class Architecture:
                 f"{path}.num_query_groups={groups}: does not divide num_attention_heads={heads}; "
                 "use a divisor of it"
             )
+        yield from self._check_layers(path)
         if self.kv_channels % 2:
             yield f"{path}.kv_channels={self.kv_channels}: use an even head size"
         try:
             family_of({"model_type": self.family})
         except HFError as error:
             yield f"{path}.family={self.family}: {str(error).rpartition('; ')[2]}"
+
+    def _check_layers(self, path: str) -> Iterator[str]:
+        if not self.layers:
+            return
+        if len(self.layers) != self.num_layers:
+            yield (
+                f"{path}.layers: describes {len(self.layers)} layers, num_layers="
+                f"{self.num_layers}; describe every layer, or none if all are alike"
+            )
+        if self.family in FAMILIES and FAMILIES[self.family].layers is None:
+            yield f"{path}.layers: the layers of {self.family} models are alike; leave it empty"
+        for index, layer in enumerate(self.layers):
+            if layer.rotary_base not in (None, self.rotary_base):
+                yield (
+                    f"{path}.layers[{index}].rotary_base={layer.rotary_base}: use null or "
+                    f"rotary_base={self.rotary_base}"
+                )
 
 
 _REQUIRED = (
@@ -139,7 +165,7 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
         raise config.refusal("layer_types", kinds, fix)
 
 
-def _rope_base(config: Values) -> float:
+def _rope_base(config: Values, default: float) -> float:
     """Read the base from any key that a transformers version uses for it; null means absent."""
     stated_bases: dict[float, str] = {}
     for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
@@ -148,7 +174,7 @@ def _rope_base(config: Values) -> float:
     if len(stated_bases) > 1:
         (base, _), (other, where) = list(stated_bases.items())[:2]
         raise config.refusal("rope_theta", base, f"{where} says {other}; make them agree")
-    return next(iter(stated_bases), 10000.0)
+    return next(iter(stated_bases), default)
 
 
 def _rope_rule(config: Values) -> dict[str, Any]:
@@ -213,6 +239,11 @@ def _head_size(config: Values, family: ModelFamily) -> int:
     return _optional_whole(config, "head_dim", share)
 
 
+def _distinct(layers: tuple[LayerAttention, ...], base: float) -> tuple[LayerAttention, ...]:
+    """Return the layers, or nothing if all are as in a model without a specification."""
+    return () if set(layers) == {LayerAttention(rotary_base=base)} else layers
+
+
 def _check_heads(architecture: Architecture) -> None:
     """Refuse head counts and sizes that no attention layer can have."""
     a = architecture
@@ -245,6 +276,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     values = _config(config)
     sizes = {key: values.whole(key) for key in _REQUIRED}
     _check_fixed(values, family)
+    base = _rope_base(values, family.rotary_base)
     architecture = Architecture(
         family=family.name,
         num_layers=sizes["num_hidden_layers"],
@@ -255,10 +287,11 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         kv_channels=_head_size(values, family),
         vocab_size=sizes["vocab_size"],
         max_position_embeddings=sizes["max_position_embeddings"],
-        rotary_base=_rope_base(values),
+        rotary_base=base,
         layernorm_epsilon=values.positive("rms_norm_eps", 1e-6),
         tie_word_embeddings=values.flag("tie_word_embeddings", default=family.tied_by_default),
         rope_scaling=_rope_scaling(values, family),
+        layers=() if family.layers is None else _distinct(family.layers.read(config, base), base),
     )
     _check_heads(architecture)
     return architecture
@@ -301,6 +334,7 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
         **family.fixed,
         **family.written,
         **_rope_keys(a),
+        **({} if family.layers is None else family.layers.write(a.attention_layers)),
     }
     if family.always_has_head_dim or a.kv_channels * a.num_attention_heads != a.hidden_size:
         config["head_dim"] = a.kv_channels

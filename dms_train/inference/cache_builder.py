@@ -20,7 +20,7 @@ from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
-from dms_train.inference.models.blocks import rotary_frequencies
+from dms_train.inference.models.blocks import layer_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy, RequestSizes, find_kernel_rule
@@ -48,7 +48,7 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
     """
     a, device = model.architecture, torch.device(options.device)
     if options.cache == "dense":
-        frequency = rotary_frequencies(a, device)
+        frequency = layer_frequencies(a, device)
         sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         return DenseCache(policy, like=like, frequency=frequency, **sizes)
@@ -73,7 +73,7 @@ def _compact(
         slab_pages=options.slab_pages,
     )
     sizes = {"layers": a.num_layers, "rows": rows, "heads": a.num_query_groups}
-    return CompactCache(pool, policy, frequency=rotary_frequencies(a, device), **sizes)
+    return CompactCache(pool, policy, frequency=layer_frequencies(a, device), **sizes)
 
 
 def _slabs(

@@ -8,6 +8,7 @@ head size, i query positions, j key positions.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -169,7 +170,8 @@ def forward(
         prefix = f"model.layers.{layer}."
         own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         normed = _rms_norm(hidden, own["input_layernorm.weight"], a)
-        attended, decided = _attention(a, spec, plan, own, normed, noise[layer])
+        alone = replace(a, layers=a.attention_layers[layer : layer + 1])
+        attended, decided = _attention(alone, spec, plan, own, normed, noise[layer])
         hidden = hidden + attended
         total = _Decided(*(x + y for x, y in zip(total, decided, strict=True)))
         normed = _rms_norm(hidden, own["post_attention_layernorm.weight"], a)
@@ -244,7 +246,9 @@ def _decide(
 
 
 def _rope(a: Architecture, x: Tensor) -> Tensor:
-    """Rotary embedding of x [b, t, ..., d], halves turned against each other."""
+    """Rotary embedding of x [b, t, ..., d] in the first layer of `a`, halves against each other."""
+    if a.layers[0].rotary_base is None:
+        return x
     half = x.shape[-1] // 2
     frequencies = [_scaled(a, a.rotary_base ** (-n / half)) for n in range(half)]
     angle = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(frequencies).double()

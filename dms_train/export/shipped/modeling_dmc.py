@@ -141,7 +141,8 @@ class DMCAttention(_Mixed):
         alphas, weights = whole[..., :2].to(weight.dtype).unbind(-1)
         states = merged(whole[..., 2:], alphas, weights, self.dmc.numbers.width)[:, :, -n:]
         key, value = states.split(self.head_dim, -1)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             stored = torch.cat([value, left], -1)
             key, stored = past_key_values.update(key, stored, self.layer_idx)

@@ -177,7 +177,9 @@ class DMSAttention(_Mixed):
         key = self._heads(self.k_proj, hidden_states, "k_norm")
         value = self._heads(self.v_proj, hidden_states, "")
         decisions = self.dms(query) > 0
-        query, key = apply_rotary_pos_emb(self.dms.clear(query), key, *position_embeddings)
+        query = self.dms.clear(query)
+        if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.dms.numbers.clear_after_rope:
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):

@@ -42,16 +42,16 @@ class AttentionInputs(NamedTuple):
     Attributes:
         cache: KV cache.
         micro_batches: Sequences of the pass.
-        angles: RoPE of each micro-batch.
+        angles: RoPE of each micro-batch, by the base of a layer.
     """
 
     cache: KVCache
     micro_batches: list[MicroBatch]
-    angles: list[Angles]
+    angles: dict[float | None, list[Angles]]
 
 
 def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
-    """Return the RoPE frequencies in radians per position, float32 [d / 2]."""
+    """Return the RoPE frequencies of `a.rotary_base` in radians per position, float32 [d / 2]."""
     even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=device)
     frequency = 1.0 / a.rotary_base ** (even.float() / a.kv_channels)
     rule = a.rope_scaling
@@ -63,9 +63,26 @@ def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
     return frequency * (share + (1 - share) / rule.factor)
 
 
-def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of RoPE, [t, 1, 1, d] each, for int64 positions [t]."""
-    angle = position[:, None].float() * rotary_frequencies(a, position.device)
+def layer_frequencies(a: Architecture, device: torch.device) -> Tensor:
+    """Return the RoPE frequencies of every layer, [layers, d / 2]; 0 in layers without RoPE."""
+    frequency = rotary_frequencies(a, device)
+    still = torch.zeros_like(frequency)
+    layers = a.attention_layers
+    return torch.stack([still if layer.rotary_base is None else frequency for layer in layers])
+
+
+def rotary_tables(
+    a: Architecture, position: Tensor, dtype: torch.dtype, *, turns: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of RoPE, [t, 1, 1, d] each, for int64 positions [t].
+
+    Args:
+        a: The model.
+        position: Positions.
+        dtype: Dtype of the tables.
+        turns: False for layers without RoPE, whose angles are zero.
+    """
+    angle = position[:, None].float() * rotary_frequencies(a, position.device) * turns
     angle = torch.cat([angle, angle], -1)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -131,6 +148,7 @@ class Attention(nn.Module):
     def __init__(self, a: Architecture, spec: MethodSpec | None, layer: int, adapter: bool) -> None:
         super().__init__()
         self.layer = layer
+        self.rotary_base = a.attention_layers[layer].rotary_base
         self.spec = spec
         self.groups, self.size = a.num_query_groups, a.kv_channels
         queries, keys = a.num_attention_heads * self.size, self.groups * self.size
@@ -171,7 +189,7 @@ class Attention(nn.Module):
         query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         outputs, reads = [], []
-        pairs = zip(inputs.micro_batches, inputs.angles, strict=True)
+        pairs = zip(inputs.micro_batches, inputs.angles[self.rotary_base], strict=True)
         for index, (batch, angles) in enumerate(pairs):
             adapter = None
             if self.adapter:

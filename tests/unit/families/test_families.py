@@ -25,6 +25,7 @@ def tiny_model(family):
         num_key_value_heads=2,
         head_dim=8,
         vocab_size=11,
+        **FAMILIES[family].written,
     )
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
@@ -62,6 +63,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family):
     described = FAMILIES[family]
     config = getattr(transformers, f"{described.classes}Config")()
     assert config.tie_word_embeddings == described.tied_by_default
+    assert config.rope_parameters["rope_theta"] == described.rotary_base
     heads = config.hidden_size // config.num_attention_heads
     assert getattr(config, "head_dim", None) in (None, described.head_size or heads)
     for key, value in described.fixed.items():

@@ -45,6 +45,7 @@ CASES: dict[str, Case] = {
     "immediate": ("llama", {"eviction": "immediate"}, {"step": 8, "target_cr": 8.0}),
     "nvidia": ("qwen3", {"preset": "dms_nvidia"}, {"step": 2, "target_cr": 8.0}),
     "fastdms": ("qwen2", {"preset": "dms_fastdms"}, {"step": 4, "target_cr": 8.0}),
+    "no_rope": ("smollm3", {}, {"step": 3, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),
     "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "channel_scale": 0.25}),
 }
