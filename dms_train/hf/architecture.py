@@ -57,6 +57,12 @@ class Architecture:
         return self.layers or (LayerAttention(rotary_base=self.rotary_base),) * self.num_layers
 
     @property
+    def method_layers(self) -> list[int]:
+        """Numbers of the layers on which a retrofit method acts: those without a window."""
+        layers = enumerate(self.attention_layers)
+        return [number for number, layer in layers if layer.window is None]
+
+    @property
     def add_qkv_bias(self) -> bool:
         """True if the q, k and v projections have a bias."""
         return FAMILIES[self.family].qkv_bias
@@ -94,8 +100,16 @@ class Architecture:
                 f"{path}.layers: describes {len(self.layers)} layers, num_layers="
                 f"{self.num_layers}; describe every layer, or none if all are alike"
             )
-        if self.family in FAMILIES and FAMILIES[self.family].layers is None:
+        keys = FAMILIES[self.family].layers if self.family in FAMILIES else None
+        if keys is None:
             yield f"{path}.layers: the layers of {self.family} models are alike; leave it empty"
+        windows = {layer.window for layer in self.layers if layer.window is not None}
+        if windows and keys is not None and not keys.has_windows:
+            yield f"{path}.layers: {self.family} models have no windows; leave out window"
+        if len(windows) > 1 or min(windows, default=1) < 1:
+            yield f"{path}.layers: windows {sorted(windows)}; use one window, of at least 1 token"
+        elif not self.method_layers:
+            yield f"{path}.layers: every layer has a window; leave one layer without"
         for index, layer in enumerate(self.layers):
             if layer.rotary_base not in (None, self.rotary_base):
                 yield (
@@ -158,8 +172,11 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
     if refusal is not None:
         raise config.refusal(*refusal)
     kinds = config.values.get("layer_types")
-    if kinds is not None and (
-        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    has_windows = family.layers is not None and family.layers.has_windows
+    if (
+        not has_windows
+        and kinds is not None
+        and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds))
     ):
         fix = "use a model whose layers are all full_attention"
         raise config.refusal("layer_types", kinds, fix)

@@ -44,12 +44,13 @@ class RequestKV:
         kv_reads: Slots attended, summed over the decode steps.
         prefill_reads: Slots attended, summed over the prompt's queries.
         live_tokens: Tokens held.
+        compressed_tokens: Tokens held, averaged over the layers without a window.
         peak_live_tokens: Most tokens held after any forward pass.
         live_bytes: Bytes of the tokens held, in all layers and KV heads.
         peak_live_bytes: Largest value of `live_bytes` after any forward pass.
         allocated_bytes: Bytes of the slots reserved for these tokens.
         peak_allocated_bytes: Largest value of `allocated_bytes` after any forward pass.
-        cr_factors: float64 [l, h], tokens seen over tokens held.
+        cr_factors: float64 [l, h], tokens seen over tokens held, of the layers without a window.
         trace: Cost at each generated token; None unless requested.
     """
 
@@ -58,6 +59,7 @@ class RequestKV:
     kv_reads: float
     prefill_reads: float
     live_tokens: float
+    compressed_tokens: float
     peak_live_tokens: float
     live_bytes: int
     peak_live_bytes: int
@@ -68,8 +70,8 @@ class RequestKV:
 
     @property
     def cr_factor(self) -> float:
-        """Tokens seen over mean tokens held."""
-        return self.tokens / self.live_tokens if self.live_tokens else 1.0
+        """Tokens seen over mean tokens held in the layers without a window."""
+        return self.tokens / self.compressed_tokens if self.compressed_tokens else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +88,8 @@ class TotalKV:
         peak_live_bytes: Largest value of `live_bytes` so far.
         allocated_bytes: Bytes of the memory that holds tokens now, page tables included.
         peak_allocated_bytes: Largest value of `allocated_bytes` so far.
-        cr_factors: float64 [l, h], tokens seen over tokens held when requests finished.
+        cr_factors: float64 [l, h], tokens seen over tokens held when requests finished, of the
+            layers without a window.
     """
 
     requests: int
@@ -112,14 +115,18 @@ class PassCounts:
     Args:
         lists: Slots attended, tokens held afterwards and slots reserved, integers [3, l, b, h] on
             the CPU.
+        layers: Layers without a window.
 
     Attributes:
-        live: Tokens held afterwards, [l, b, h].
+        live: Tokens held afterwards by the layers without a window, [l, b, h].
+        kv_lists: KV lists of a sequence in all layers.
         by_sequence: For each sequence, the same three numbers summed over its l * h KV lists.
     """
 
-    def __init__(self, lists: Tensor) -> None:
-        self.live: NDArray[Any] = lists[1].numpy()
+    def __init__(self, lists: Tensor, layers: list[int]) -> None:
+        live: NDArray[Any] = lists[1].numpy()
+        self.live = live if len(layers) == len(live) else live[layers]
+        self.kv_lists = lists.shape[1] * lists.shape[3]
         self.by_sequence: list[list[int]] = lists.sum((1, 3)).T.tolist()
 
 
@@ -210,6 +217,7 @@ class Meter:
         self._peak = self._last = 0, 0  # tokens and reserved slots, over all KV lists
         self.tokens = self._slot_bytes = 0
         self._live: NDArray[Any] = np.zeros((0, 0), np.int32)
+        self._kv_lists = 1
         self._traced = traced
         # at each generated token, over all KV lists
         self._trace_reads, self._trace_live = array("q"), array("q")
@@ -217,7 +225,7 @@ class Meter:
     @property
     def live_tokens(self) -> float:
         """Tokens held after the last forward pass."""
-        return self._last[0] / max(1, self._live.size)
+        return self._last[0] / self._kv_lists
 
     def step(
         self,
@@ -241,7 +249,7 @@ class Meter:
         """
         self.tokens, self._slot_bytes = tokens, slot_bytes
         reads, live, held = counts.by_sequence[index]
-        self._live = counts.live[:, index]
+        self._live, self._kv_lists = counts.live[:, index], counts.kv_lists
         if prefill:
             self._prefill_reads += reads
         else:
@@ -262,6 +270,7 @@ class Meter:
             slot_bytes: Bytes of one slot.
         """
         self.tokens, self._slot_bytes, self._live = tokens, slot_bytes, cost.lists
+        self._kv_lists = cost.lists.size
         if self._traced:
             before = self._decode_reads - cost.prompt_reads
             reads, live = cost.steps.tolist()
@@ -278,13 +287,14 @@ class Meter:
 
     def report(self) -> RequestKV:
         """Return the statistics so far."""
-        kv_lists, slot_bytes = max(1, self._live.size), self._slot_bytes
+        kv_lists, slot_bytes = self._kv_lists, self._slot_bytes
         return RequestKV(
             tokens=self.tokens,
             cached_tokens=self.cached_tokens,
             kv_reads=self._decode_reads / kv_lists,
             prefill_reads=self._prefill_reads / kv_lists,
             live_tokens=self._last[0] / kv_lists,
+            compressed_tokens=int(self._live.sum()) / max(1, self._live.size),
             peak_live_tokens=self._peak[0] / kv_lists,
             live_bytes=self._last[0] * slot_bytes,
             peak_live_bytes=self._peak[0] * slot_bytes,
@@ -296,9 +306,8 @@ class Meter:
 
     def _report_trace(self) -> KVTrace:
         """Return a trace of copies, because the arrays continue to grow."""
-        kv_lists = max(1, self._live.size)
         reads, live = (
-            torch.from_numpy(np.array(x, np.float64) / kv_lists)
+            torch.from_numpy(np.array(x, np.float64) / self._kv_lists)
             for x in (self._trace_reads, self._trace_live)
         )
         return KVTrace(kv_reads=reads, live_tokens=live)
@@ -309,6 +318,8 @@ class TotalMeter:
 
     def __init__(self, cache: KVCache, rows: Tensor) -> None:
         self._cache, self._rows = cache, rows
+        layers, _, heads = cache.live(rows[:0]).shape
+        self._kv_lists = layers * heads
         self._requests = self._tokens = 0
         self._reads = self._prefill_reads = 0.0
         self._held: NDArray[Any] | None = None  # float64 [l, h], summed over finished requests
@@ -343,7 +354,7 @@ class TotalMeter:
             tokens=self._tokens,
             kv_reads=self._reads,
             prefill_reads=self._prefill_reads,
-            peak_live_tokens=self._peak / self._held.size,
+            peak_live_tokens=self._peak / self._kv_lists,
             live_bytes=int(self.live()) * self._cache.slot_bytes,
             peak_live_bytes=self._peak * self._cache.slot_bytes,
             allocated_bytes=self._cache.allocated_bytes,

@@ -85,6 +85,8 @@ class DMCAttention(_Mixed):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        if getattr(self, "sliding_window", None) is not None:
+            raise ValueError("DMC does not support layers with a sliding window")
         self.dmc = DMCDecision(dmc_numbers(config))
 
     def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:

@@ -148,8 +148,9 @@ class Attention(nn.Module):
     def __init__(self, a: Architecture, spec: MethodSpec | None, layer: int, adapter: bool) -> None:
         super().__init__()
         self.layer = layer
-        self.rotary_base = a.attention_layers[layer].rotary_base
-        self.spec = spec
+        own = a.attention_layers[layer]
+        self.rotary_base = own.rotary_base
+        self.spec = spec if own.window is None else None
         self.groups, self.size = a.num_query_groups, a.kv_channels
         queries, keys = a.num_attention_heads * self.size, self.groups * self.size
         bias = a.add_qkv_bias
@@ -158,8 +159,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, a.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
-        self.adapter = adapter
-        if adapter:
+        self.adapter = adapter and own.window is None
+        if self.adapter:
             self.dms_proj_alpha = nn.Linear(a.hidden_size, self.groups, bias=bias)
             self.dms_proj_alpha_norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 

@@ -151,8 +151,11 @@ class DMSModel(LanguageModule):
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
         self.architecture = architecture
-        layers = map(self._attention_of, self.decoder.layers)
-        self._rotary_bases = list(dict.fromkeys(layer.rotary_base for layer in layers))
+        described = [self._attention_of(layer) for layer in self.decoder.layers]
+        self._rotary_bases = list(dict.fromkeys(layer.rotary_base for layer in described))
+        for layer, own in zip(self.decoder.layers, described, strict=True):
+            if own.window is not None:
+                layer.self_attention.core_attention.window = own.window - 1
         self.method = method
         self.records_logits = False
         self._stage_input: Tensor | None = None

@@ -133,13 +133,17 @@ def _attention(
         states[n] = y
     group = a.num_attention_heads // a.num_query_groups
     decision = s.alpha_scale * states["q"][:, ::group, s.channel].T - s.alpha_offset
-    states["q"][:, ::group, s.channel] = 0
+    allowed, window = visible(decision > 0, s), a.layers[0].window
+    if window is None:
+        states["q"][:, ::group, s.channel] = 0
+    else:
+        ages = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        allowed = ((ages >= 0) & (ages < window)).expand(a.num_query_groups, -1, -1)
     q, k = states["q"], states["k"]
     if a.layers[0].rotary_base is not None:
         q, k = _rotate(q, a), _rotate(k, a)
-    if s.clear_after_rope:
+    if s.clear_after_rope and window is None:
         q[:, ::group, s.channel] = 0
-    allowed = visible(decision > 0, s)
     outputs = []
     for head in range(a.num_attention_heads):
         scores = q[:, head] @ k[:, head // group].T / math.sqrt(a.kv_channels)
@@ -157,7 +161,8 @@ def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tupl
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
         update, decision = _attention(normed, lambda n, at=at: w[f"{at}self_attn.{n}"], alone, s)
         x = x + update
-        decisions.append(decision)
+        if alone.layers[0].window is None:
+            decisions.append(decision)
         normed = _norm(x, w[at + "post_attention_layernorm.weight"], a.layernorm_epsilon)
         gate, up = (normed @ w[f"{at}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
         x = x + (torch.nn.functional.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T

@@ -138,6 +138,20 @@ def test_published_mistral():
         from_hf_config(windowed)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_with_a_window(architecture, family):
+    values = {**to_hf_config(architecture(family)), "sliding_window": 24}
+    assert from_hf_config(values) == architecture(family)  # use_sliding_window is false
+    values |= {"use_sliding_window": True, "max_window_layers": 1}
+    read = from_hf_config(values)
+    assert [layer.window for layer in read.attention_layers] == [None, 24]
+    assert read.method_layers == [0]
+    written = to_hf_config(read)
+    assert from_hf_config(written) == read
+    kinds = native(family, **{k: v for k, v in values.items() if k != "model_type"}).layer_types
+    assert written["layer_types"] == kinds
+
+
 def test_layers_of_smollm3_without_rope(architecture):
     """As transformers reads them: the keys of SmolLM3-3B, of a stated interval, and of no layer."""
     values = {**to_hf_config(architecture("smollm3")), "num_hidden_layers": 8}
@@ -154,6 +168,15 @@ def test_layers_of_smollm3_without_rope(architecture):
     [
         ({"layers": (LayerAttention(rotary_base=None),)}, "describes 1 layers, num_layers=2"),
         ({"family": "llama"}, "layers of llama models are alike"),
+        (
+            {
+                "layers": (
+                    LayerAttention(rotary_base=1e6),
+                    LayerAttention(rotary_base=1e6, window=4),
+                )
+            },
+            "smollm3 models have no windows",
+        ),
         ({"rotary_base": 5.0}, r"layers\[1\].rotary_base=1000000.0: use null or rotary_base=5.0"),
     ],
 )
@@ -178,7 +201,15 @@ def test_stories(stories):
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_theta": 5.0}, "rope_theta"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters says"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, "max_window_layers=0"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "2 layers"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            "layers that read all tokens",
+        ),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ("qwen2", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
