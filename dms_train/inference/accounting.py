@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,8 +141,9 @@ class DecodeCost(NamedTuple):
         held: Slots reserved at the end.
         most_live: Most tokens held after any step.
         most_held: Most slots reserved after any step.
-        lists: Tokens held by each KV list at the end, [l, h].
+        lists: Tokens held by each KV list of the layers without a window at the end, [l, h].
         steps: Slots attended up to each step of the burst, and tokens held after it, [2, k].
+        kv_lists: KV lists of the sequence in all layers.
     """
 
     prompt_reads: int
@@ -152,6 +154,7 @@ class DecodeCost(NamedTuple):
     most_held: int
     lists: NDArray[Any]
     steps: NDArray[Any]
+    kv_lists: int
 
 
 class BurstCounts:
@@ -161,13 +164,17 @@ class BurstCounts:
         reads: Slots attended in each step, int32 [k, l, r, h].
         live: Tokens held after each step, int32 [k, l, r, h].
         page_slots: Slots of a page, a power of two.
+        layers: Layers without a window.
 
     Attributes:
         most_live: Most tokens that all rows together held after a step.
     """
 
-    def __init__(self, reads: NDArray[Any], live: NDArray[Any], page_slots: int) -> None:
-        self._live = live
+    def __init__(
+        self, reads: NDArray[Any], live: NDArray[Any], page_slots: int, layers: list[int]
+    ) -> None:
+        self._live = live if len(layers) == live.shape[1] else live[:, layers]
+        self._kv_lists = live.shape[1] * live.shape[3]
         held = (np.maximum(reads, live) + (page_slots - 1)) & -page_slots
         # over layers first, because that adds neighbouring numbers; int32 is wide enough
         by_row = [x.sum(1, dtype=x.dtype).sum(-1) for x in (reads, live, held)]  # [k, r] each
@@ -192,7 +199,7 @@ class BurstCounts:
         numbers = np.stack([prompt_reads, reads - prompt_reads, *contents]).tolist()
         lists = self._live[last, :, rows]
         each = np.moveaxis(self._by_row[:2, :, rows], -1, 0)
-        return list(map(DecodeCost, *numbers, lists, each))
+        return list(map(DecodeCost, *numbers, lists, each, repeat(self._kv_lists)))
 
 
 class Meter:
@@ -270,7 +277,7 @@ class Meter:
             slot_bytes: Bytes of one slot.
         """
         self.tokens, self._slot_bytes, self._live = tokens, slot_bytes, cost.lists
-        self._kv_lists = cost.lists.size
+        self._kv_lists = cost.kv_lists
         if self._traced:
             before = self._decode_reads - cost.prompt_reads
             reads, live = cost.steps.tolist()

@@ -15,6 +15,7 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.cache.paged_local import LocalPagedCache
 from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
@@ -24,7 +25,13 @@ from dms_train.inference.models.blocks import layer_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy, RequestSizes, find_kernel_rule
-from dms_train.inference.policies.kernel_rules import BudgetRule, MergeRule, PageRule, WindowRule
+from dms_train.inference.policies.kernel_rules import (
+    BudgetRule,
+    LayeredRule,
+    MergeRule,
+    PageRule,
+    WindowRule,
+)
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import FP8
 from dms_train.observe.log import logger
@@ -34,6 +41,7 @@ _CACHES: dict[type, type[PagedKVCache]] = {
     MergeRule: MergingPagedCache,
     BudgetRule: BudgetPagedCache,
     PageRule: SelectingPagedCache,
+    LayeredRule: LocalPagedCache,
 }
 _HOST_BYTES = 2**30  # size of a pool on the CPU; its pages take memory at their first write
 _LOGITS = 4  # most float32 copies of the logits in sampling

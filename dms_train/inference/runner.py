@@ -388,7 +388,8 @@ class ModelRunner:
         status = burst.launched.wait()
         cache.sync_free_count(status.left, status.fault, burst.launched.reserved)
         reads, live = (lists.numpy() for lists in cache.counts(status.lists))
-        counts = BurstCounts(reads, live, self.limits.page_slots)
+        layers = self.model.architecture.method_layers
+        counts = BurstCounts(reads, live, self.limits.page_slots, layers)
         self.total.step(counts.most_live)
         taken = []  # number of new tokens; 0 for a sequence that has ended
         sampled = zip(burst.sequences, burst.counts, status.tokens.T.tolist(), strict=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import CachePolicy, NewTokens, Slots, find_kernel_rule
-from dms_train.inference.policies.kernel_rules import KernelRule, WindowRule
+from dms_train.inference.policies.kernel_rules import KernelRule, LayeredRule, WindowRule
 
 
 class LocalLayers(CachePolicy):
@@ -21,18 +21,19 @@ class LocalLayers(CachePolicy):
     """
 
     def __init__(self, policy: CachePolicy, windows: list[int | None]) -> None:
-        if not isinstance(find_kernel_rule(policy), WindowRule):
+        rule = find_kernel_rule(policy)
+        if not isinstance(rule, WindowRule):
             raise InferenceError(
                 f"{type(policy).__name__} does not support models with sliding-window layers; use "
                 "policy=auto, window or keep_all"
             )
-        self._policy, self._windows = policy, windows
+        self._policy, self._windows, self._rule = policy, windows, rule
         self.state_width, self.window = policy.state_width, policy.window
         self.shareable, self.evicts_prompt_only = policy.shareable, policy.evicts_prompt_only
 
     def kernel_rule(self) -> KernelRule | str:
-        """Return why the kernels cannot serve it: they take one window for all layers."""
-        return "has windows that differ between layers"
+        """Follow the rule of the policy where a layer has no window."""
+        return LayeredRule(rule=self._rule, windows=tuple(self._windows))
 
     def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """Return the policy's state; that of a layer with a window stays 0."""

@@ -13,6 +13,7 @@ from dms_train.families import LayerAttention
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
+from dms_train.kernels import dispatch
 from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import (
     random_ids,
@@ -23,6 +24,7 @@ from tests.unit.inference.conftest import (
 
 WIDTH = 6  # shorter than the window of the method, so that one cannot stand for the other
 FULL, LOCAL = LayerAttention(rotary_base=1e6), LayerAttention(rotary_base=1e6, window=WIDTH)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 reference_forward = hf.reference_forward
 
@@ -105,8 +107,22 @@ def test_generate_frees_what_the_windows_leave(exports, load):
     assert model.dms_live_slots(done.past_key_values).shape == (2, 1, 2)
 
 
-def test_other_policies_and_kernels_are_refused(exports):
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
+def test_the_kernels_compute_what_torch_computes(exports):
+    """Two chunks of a prompt, decode steps beyond the window, and a snapshot of the prompt."""
+    prompts, params = [random_ids(12, seed=3)], replace(GREEDY, max_tokens=8, n=2)
+    how = {"device": DEVICE.type, "max_num_seqs": 2, "prefill_chunk": 8}
+    ours, theirs = (
+        LLM(exports["dms"], kernels=kernels, **how).generate(prompts, params)
+        for kernels in ("triton", "reference")
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert [x.token_ids for x in a.outputs] == [x.token_ids for x in b.outputs]
+        assert a.kv.kv_reads == b.kv.kv_reads
+        assert a.kv.live_tokens == b.kv.live_tokens
+        assert torch.equal(a.kv.cr_factors, b.kv.cr_factors)
+
+
+def test_other_policies_are_refused(exports):
     with pytest.raises(InferenceError, match="H2OPolicy does not support"):
         LLM(exports["dms"], policy="h2o", policy_options={"budget": 16})
-    with pytest.raises(InferenceError, match="windows that differ between layers"):
-        LLM(exports["dms"], kernels="triton")
