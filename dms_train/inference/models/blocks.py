@@ -82,7 +82,10 @@ def rotary_tables(
         dtype: Dtype of the tables.
         turns: False for layers without RoPE, whose angles are zero.
     """
-    angle = position[:, None].float() * rotary_frequencies(a, position.device) * turns
+    frequencies = rotary_frequencies(a, position.device)
+    if not turns:
+        frequencies = torch.zeros_like(frequencies)
+    angle = position[:, None].float() * frequencies
     angle = torch.cat([angle, angle], -1)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

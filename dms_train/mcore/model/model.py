@@ -250,9 +250,8 @@ class DMSModel(LanguageModule):
     def _ropes(self, length: int, documents: PackedDocuments | None) -> list[Tensor]:
         """Return the RoPE tables for `length` positions, in the order of `_rotary_bases`."""
         turned = self.rotary_pos_emb.get_emb(length)
-        still = torch.zeros_like(turned)
         return [
-            self.method.rope(still if base is None else turned, documents)
+            self.method.rope(torch.zeros_like(turned) if base is None else turned, documents)
             for base in self._rotary_bases
         ]
 
