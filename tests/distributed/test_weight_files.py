@@ -183,10 +183,10 @@ def test_a_refusal_of_one_rank_reaches_all_and_leaves_nothing(
 def test_a_killed_rank_leaves_no_export_and_the_next_run_writes_it(tmp_path: Path) -> None:
     out = tmp_path / "hf"
     assert run_ranks(export, PROCESSES, out, "killed").returncode == 128 + signal.SIGKILL
-    (partial_folder,) = tmp_path.iterdir()
-    assert partial_folder == partial_directory(out)
+    left = partial_directory(out)  # rank 0 removes it, unless it was stopped before
+    assert list(tmp_path.iterdir()) in ([], [left])
     with pytest.raises(FileNotFoundError):
-        WeightReader(partial_folder)
+        WeightReader(left)
     assert values_of_ranks(export, PROCESSES, out, "none") == [None] * PROCESSES
     assert list(tmp_path.iterdir()) == [out]
     reader = WeightReader(out)
