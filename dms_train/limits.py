@@ -176,7 +176,7 @@ def _expected(value: Any, hint: Any) -> str | None:
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         sound = isinstance(value, tuple) and not any(_expected(each, item) for each in value)
-        return None if sound else f"a tuple, each item {NAMES[item]}"
+        return None if sound else f"a tuple, each item {NAMES.get(item, item.__name__)}"
     if isinstance(hint, type) and is_dataclass(hint):
         return None if isinstance(value, hint) else hint.__name__
     if hint not in NAMES:

@@ -169,9 +169,13 @@ def _value(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
 def _tuple(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
     item = typing.get_args(hint)[0]
     if not isinstance(value, list | tuple):
-        refused.lines.append(f"{path}={value!r}: expected a list, each item {NAMES[item]}")
+        refused.lines.append(f"{path}={value!r}: expected a list, each item {_name(item)}")
         return None
     return tuple(_value(item, v, f"{path}[{i}]", refused) for i, v in enumerate(value))
+
+
+def _name(hint: Any) -> str:
+    return NAMES.get(hint, "a block of keys")
 
 
 def _plain(value: Any) -> Any:

@@ -38,6 +38,12 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
     channel, size = config.method.channel, architecture.kv_channels
     if isinstance(channel, int) and channel >= size:
         yield f"method.channel={channel}: a head has {size} channels; use at most {size - 1}"
+    has_windows = len(architecture.method_layers) < architecture.num_layers
+    if has_windows and config.method.kind != "dms":
+        yield (
+            f"method.kind={config.method.kind}: the model has layers with a sliding window; use "
+            "method=dms"
+        )
     presets = OneOf(*_presets())
     refusal = presets.refusal(config.method.preset)
     if refusal is not None:

@@ -5,7 +5,7 @@ family. `base` holds the description and what Llama-like decoders share. Nothing
 megatron or transformers.
 """
 
-from dms_train.families.base import ModelFamily, ParameterMap, Refusal
+from dms_train.families.base import LayerAttention, ModelFamily, ParameterMap, Refusal
 from dms_train.families.registry import FAMILIES
 
-__all__ = ["FAMILIES", "ModelFamily", "ParameterMap", "Refusal"]
+__all__ = ["FAMILIES", "LayerAttention", "ModelFamily", "ParameterMap", "Refusal"]

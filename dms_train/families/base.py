@@ -28,6 +28,35 @@ class ParameterMap:
     layout: Layout = "plain"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """Attention of one layer.
+
+    Attributes:
+        rotary_base: Base of RoPE; None for a layer without RoPE.
+        window: Tokens that a query reads, its own included; None for all. Retrofit methods act on
+            layers without a window only.
+    """
+
+    rotary_base: float | None
+    window: int | None = None
+
+
+class LayerKeys(NamedTuple):
+    """Keys of config.json that describe the attention layer by layer.
+
+    Attributes:
+        read: Function of a config.json mapping and the base of RoPE that returns every layer.
+            `ModelFamily.refuse` has checked the mapping.
+        write: Function of all layers that returns the keys.
+        has_windows: Whether layers may have a window.
+    """
+
+    read: Callable[[Mapping[str, Any], float], tuple[LayerAttention, ...]]
+    write: Callable[[tuple[LayerAttention, ...]], dict[str, Any]]
+    has_windows: bool = False
+
+
 class Refusal(NamedTuple):
     """Key of config.json with an unsupported value.
 
@@ -114,7 +143,9 @@ class ModelFamily:
             has as many KV heads as query heads.
         head_size: Head size if config.json lacks `head_dim`; None means hidden size / query heads.
         always_has_head_dim: Whether `head_dim` is written even if it equals hidden size / heads.
+        rotary_base: Base of RoPE if config.json states none.
         rope_types: Supported rules of RoPE scaling besides `default`.
+        layers: Keys of a family whose layers may differ; None for any other.
         fixed: Keys of config.json that are written, and refused with other values.
         written: Further keys to write; `refuse` checks them on reading.
         refuse: Function that returns the first key with an unsupported value.
@@ -129,7 +160,9 @@ class ModelFamily:
     kv_heads_required: bool = True
     head_size: int | None = None
     always_has_head_dim: bool = True
+    rotary_base: float = 10000.0
     rope_types: tuple[str, ...] = ()
+    layers: LayerKeys | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], Refusal | None] | None = None
@@ -163,3 +196,60 @@ class ModelFamily:
         bias = _QKV_BIAS_TENSORS if self.qkv_bias else {}
         norms = _QK_NORM_TENSORS if self.qk_norm else {}
         return {**_LAYER_TENSORS, **mlp, **_NORM_TENSORS, **bias, **norms}
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOW, _FULL_LAYERS = 4096, 28  # defaults of transformers in Qwen2 and Qwen3
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> Any:
+    """Return `layer_types`, or what transformers derives from `max_window_layers`."""
+    stated = config.get("layer_types")
+    if stated is not None:
+        return stated
+    slides, full = config.get("use_sliding_window"), config.get("max_window_layers", _FULL_LAYERS)
+    layers = range(config["num_hidden_layers"])
+    return [_SLIDING if slides and layer >= full else _FULL for layer in layers]
+
+
+def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:
+    """Refuse windows that `WINDOWED_LAYERS` cannot read, and models without a global layer."""
+    slides, layers = config.get("use_sliding_window"), config["num_hidden_layers"]
+    if slides is not None and type(slides) is not bool:
+        return Refusal("use_sliding_window", slides, "state true or false")
+    for key, default in (("sliding_window", _WINDOW), ("max_window_layers", _FULL_LAYERS)):
+        value = config.get(key, default)
+        if slides and (type(value) is not int or value < 1):
+            return Refusal(key, value, "state a whole number above 0")
+    kinds = _layer_kinds(config)
+    known = (_SLIDING, _FULL) if slides else (_FULL,)
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        return Refusal("layer_types", kinds, f"state {' or '.join(known)} for every layer")
+    if len(kinds) != layers:
+        return Refusal("layer_types", kinds, f"state one type for each of {layers} layers")
+    if _FULL not in kinds:
+        return Refusal("layer_types", kinds, "use a model with layers that read all tokens")
+    return None
+
+
+def _read_windows(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
+    window = config.get("sliding_window", _WINDOW)
+    return tuple(
+        LayerAttention(rotary_base=base, window=window if kind == _SLIDING else None)
+        for kind in _layer_kinds(config)
+    )
+
+
+def _write_windows(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
+    windows = [layer.window for layer in layers]
+    if not any(windows):
+        return {}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": max(filter(None, windows)),
+        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+    }
+
+
+WINDOWED_LAYERS = LayerKeys(_read_windows, _write_windows, has_windows=True)
+"""Keys of Qwen2 and Qwen3: `use_sliding_window`, `sliding_window`, `layer_types`."""

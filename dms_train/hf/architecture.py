@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from dms_train.families import FAMILIES, ModelFamily
+from dms_train.families import FAMILIES, LayerAttention, ModelFamily
 from dms_train.hf.errors import HFError
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
@@ -50,6 +50,8 @@ class Architecture:
         kv_channels: Head size d.
         num_query_groups: KV heads.
         experts: Mixture of experts; None if every layer has one MLP of `ffn_hidden_size`.
+        rope_scaling: Rule for the layers whose base is `rotary_base`.
+        layers: Attention of every layer; empty if all have RoPE with `rotary_base`.
     """
 
     family: str
@@ -66,11 +68,23 @@ class Architecture:
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
+    layers: tuple[LayerAttention, ...] = ()
 
     @property
     def num_experts(self) -> int:
         """Number of experts of a layer, 0 without a mixture of experts."""
         return 0 if self.experts is None else self.experts.count
+
+    @property
+    def attention_layers(self) -> tuple[LayerAttention, ...]:
+        """Attention of every layer, also where all are alike."""
+        return self.layers or (LayerAttention(rotary_base=self.rotary_base),) * self.num_layers
+
+    @property
+    def method_layers(self) -> list[int]:
+        """Numbers of the layers on which a retrofit method acts: those without a window."""
+        layers = enumerate(self.attention_layers)
+        return [number for number, layer in layers if layer.window is None]
 
     @property
     def add_qkv_bias(self) -> bool:
@@ -94,6 +108,7 @@ class Architecture:
                 f"{path}.num_query_groups={groups}: does not divide num_attention_heads={heads}; "
                 "use a divisor of it"
             )
+        yield from self._check_layers(path)
         if self.kv_channels % 2:
             yield f"{path}.kv_channels={self.kv_channels}: use an even head size"
         try:
@@ -112,6 +127,31 @@ class Architecture:
             yield f"{path}.experts.topk={experts.topk}: use 1 to count={experts.count}"
         if experts is not None and experts.ffn_hidden_size <= 0:
             yield f"{path}.experts.ffn_hidden_size={experts.ffn_hidden_size}: use a number above 0"
+
+    def _check_layers(self, path: str) -> Iterator[str]:
+        if not self.layers:
+            return
+        if len(self.layers) != self.num_layers:
+            yield (
+                f"{path}.layers: describes {len(self.layers)} layers, num_layers="
+                f"{self.num_layers}; describe every layer, or none if all are alike"
+            )
+        keys = FAMILIES[self.family].layers if self.family in FAMILIES else None
+        if keys is None:
+            yield f"{path}.layers: the layers of {self.family} models are alike; leave it empty"
+        windows = {layer.window for layer in self.layers if layer.window is not None}
+        if windows and keys is not None and not keys.has_windows:
+            yield f"{path}.layers: {self.family} models have no windows; leave out window"
+        if len(windows) > 1 or min(windows, default=1) < 1:
+            yield f"{path}.layers: windows {sorted(windows)}; use one window, of at least 1 token"
+        elif not self.method_layers:
+            yield f"{path}.layers: every layer has a window; leave one layer without"
+        for index, layer in enumerate(self.layers):
+            if layer.rotary_base not in (None, self.rotary_base):
+                yield (
+                    f"{path}.layers[{index}].rotary_base={layer.rotary_base}: use null or "
+                    f"rotary_base={self.rotary_base}"
+                )
 
 
 _REQUIRED = (
@@ -168,14 +208,17 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
     if refusal is not None:
         raise config.refusal(*refusal)
     kinds = config.values.get("layer_types")
-    if kinds is not None and (
-        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    has_windows = family.layers is not None and family.layers.has_windows
+    if (
+        not has_windows
+        and kinds is not None
+        and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds))
     ):
         fix = "use a model whose layers are all full_attention"
         raise config.refusal("layer_types", kinds, fix)
 
 
-def _rope_base(config: Values) -> float:
+def _rope_base(config: Values, default: float) -> float:
     """Read the base from any key that a transformers version uses for it; null means absent."""
     stated_bases: dict[float, str] = {}
     for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
@@ -184,7 +227,7 @@ def _rope_base(config: Values) -> float:
     if len(stated_bases) > 1:
         (base, _), (other, where) = list(stated_bases.items())[:2]
         raise config.refusal("rope_theta", base, f"{where} says {other}; make them agree")
-    return next(iter(stated_bases), 10000.0)
+    return next(iter(stated_bases), default)
 
 
 def _rope_rule(config: Values) -> dict[str, Any]:
@@ -278,6 +321,11 @@ def _expert_keys(experts: Experts) -> dict[str, Any]:
     }
 
 
+def _distinct(layers: tuple[LayerAttention, ...], base: float) -> tuple[LayerAttention, ...]:
+    """Return the layers, or nothing if all are as in a model without a specification."""
+    return () if set(layers) == {LayerAttention(rotary_base=base)} else layers
+
+
 def _check_heads(architecture: Architecture) -> None:
     """Refuse head counts and sizes that no attention layer can have."""
     a = architecture
@@ -310,6 +358,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     values = _config(config)
     sizes = {key: values.whole(key) for key in _REQUIRED}
     _check_fixed(values, family)
+    base = _rope_base(values, family.rotary_base)
     architecture = Architecture(
         family=family.name,
         num_layers=sizes["num_hidden_layers"],
@@ -320,11 +369,12 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         kv_channels=_head_size(values, family),
         vocab_size=sizes["vocab_size"],
         max_position_embeddings=sizes["max_position_embeddings"],
-        rotary_base=_rope_base(values),
+        rotary_base=base,
         layernorm_epsilon=values.positive("rms_norm_eps", 1e-6),
         tie_word_embeddings=values.flag("tie_word_embeddings", default=family.tied_by_default),
         rope_scaling=_rope_scaling(values, family),
         experts=_experts(values, family),
+        layers=() if family.layers is None else _distinct(family.layers.read(config, base), base),
     )
     _check_heads(architecture)
     return architecture
@@ -367,6 +417,7 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
         **family.fixed,
         **family.written,
         **_rope_keys(a),
+        **({} if family.layers is None else family.layers.write(a.attention_layers)),
     }
     if family.always_has_head_dim or a.kv_channels * a.num_attention_heads != a.hidden_size:
         config["head_dim"] = a.kv_channels

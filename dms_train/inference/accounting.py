@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,12 +45,13 @@ class RequestKV:
         kv_reads: Slots attended, summed over the decode steps.
         prefill_reads: Slots attended, summed over the prompt's queries.
         live_tokens: Tokens held.
+        compressed_tokens: Tokens held, averaged over the layers without a window.
         peak_live_tokens: Most tokens held after any forward pass.
         live_bytes: Bytes of the tokens held, in all layers and KV heads.
         peak_live_bytes: Largest value of `live_bytes` after any forward pass.
         allocated_bytes: Bytes of the slots reserved for these tokens.
         peak_allocated_bytes: Largest value of `allocated_bytes` after any forward pass.
-        cr_factors: float64 [l, h], tokens seen over tokens held.
+        cr_factors: float64 [l, h], tokens seen over tokens held, of the layers without a window.
         trace: Cost at each generated token; None unless requested.
     """
 
@@ -58,6 +60,7 @@ class RequestKV:
     kv_reads: float
     prefill_reads: float
     live_tokens: float
+    compressed_tokens: float
     peak_live_tokens: float
     live_bytes: int
     peak_live_bytes: int
@@ -68,8 +71,8 @@ class RequestKV:
 
     @property
     def cr_factor(self) -> float:
-        """Tokens seen over mean tokens held."""
-        return self.tokens / self.live_tokens if self.live_tokens else 1.0
+        """Tokens seen over mean tokens held in the layers without a window."""
+        return self.tokens / self.compressed_tokens if self.compressed_tokens else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +89,8 @@ class TotalKV:
         peak_live_bytes: Largest value of `live_bytes` so far.
         allocated_bytes: Bytes of the memory that holds tokens now, page tables included.
         peak_allocated_bytes: Largest value of `allocated_bytes` so far.
-        cr_factors: float64 [l, h], tokens seen over tokens held when requests finished.
+        cr_factors: float64 [l, h], tokens seen over tokens held when requests finished, of the
+            layers without a window.
     """
 
     requests: int
@@ -112,14 +116,18 @@ class PassCounts:
     Args:
         lists: Slots attended, tokens held afterwards and slots reserved, integers [3, l, b, h] on
             the CPU.
+        layers: Layers without a window.
 
     Attributes:
-        live: Tokens held afterwards, [l, b, h].
+        live: Tokens held afterwards by the layers without a window, [l, b, h].
+        kv_lists: KV lists of a sequence in all layers.
         by_sequence: For each sequence, the same three numbers summed over its l * h KV lists.
     """
 
-    def __init__(self, lists: Tensor) -> None:
-        self.live: NDArray[Any] = lists[1].numpy()
+    def __init__(self, lists: Tensor, layers: list[int]) -> None:
+        live: NDArray[Any] = lists[1].numpy()
+        self.live = live if len(layers) == len(live) else live[layers]
+        self.kv_lists = lists.shape[1] * lists.shape[3]
         self.by_sequence: list[list[int]] = lists.sum((1, 3)).T.tolist()
 
 
@@ -133,8 +141,9 @@ class DecodeCost(NamedTuple):
         held: Slots reserved at the end.
         most_live: Most tokens held after any step.
         most_held: Most slots reserved after any step.
-        lists: Tokens held by each KV list at the end, [l, h].
+        lists: Tokens held by each KV list of the layers without a window at the end, [l, h].
         steps: Slots attended up to each step of the burst, and tokens held after it, [2, k].
+        kv_lists: KV lists of the sequence in all layers.
     """
 
     prompt_reads: int
@@ -145,6 +154,7 @@ class DecodeCost(NamedTuple):
     most_held: int
     lists: NDArray[Any]
     steps: NDArray[Any]
+    kv_lists: int
 
 
 class BurstCounts:
@@ -154,13 +164,17 @@ class BurstCounts:
         reads: Slots attended in each step, int32 [k, l, r, h].
         live: Tokens held after each step, int32 [k, l, r, h].
         page_slots: Slots of a page, a power of two.
+        layers: Layers without a window.
 
     Attributes:
         most_live: Most tokens that all rows together held after a step.
     """
 
-    def __init__(self, reads: NDArray[Any], live: NDArray[Any], page_slots: int) -> None:
-        self._live = live
+    def __init__(
+        self, reads: NDArray[Any], live: NDArray[Any], page_slots: int, layers: list[int]
+    ) -> None:
+        self._live = live if len(layers) == live.shape[1] else live[:, layers]
+        self._kv_lists = live.shape[1] * live.shape[3]
         held = (np.maximum(reads, live) + (page_slots - 1)) & -page_slots
         # over layers first, because that adds neighbouring numbers; int32 is wide enough
         by_row = [x.sum(1, dtype=x.dtype).sum(-1) for x in (reads, live, held)]  # [k, r] each
@@ -185,7 +199,7 @@ class BurstCounts:
         numbers = np.stack([prompt_reads, reads - prompt_reads, *contents]).tolist()
         lists = self._live[last, :, rows]
         each = np.moveaxis(self._by_row[:2, :, rows], -1, 0)
-        return list(map(DecodeCost, *numbers, lists, each))
+        return list(map(DecodeCost, *numbers, lists, each, repeat(self._kv_lists)))
 
 
 class Meter:
@@ -210,6 +224,7 @@ class Meter:
         self._peak = self._last = 0, 0  # tokens and reserved slots, over all KV lists
         self.tokens = self._slot_bytes = 0
         self._live: NDArray[Any] = np.zeros((0, 0), np.int32)
+        self._kv_lists = 1
         self._traced = traced
         # at each generated token, over all KV lists
         self._trace_reads, self._trace_live = array("q"), array("q")
@@ -217,7 +232,7 @@ class Meter:
     @property
     def live_tokens(self) -> float:
         """Tokens held after the last forward pass."""
-        return self._last[0] / max(1, self._live.size)
+        return self._last[0] / self._kv_lists
 
     def step(
         self,
@@ -241,7 +256,7 @@ class Meter:
         """
         self.tokens, self._slot_bytes = tokens, slot_bytes
         reads, live, held = counts.by_sequence[index]
-        self._live = counts.live[:, index]
+        self._live, self._kv_lists = counts.live[:, index], counts.kv_lists
         if prefill:
             self._prefill_reads += reads
         else:
@@ -262,6 +277,7 @@ class Meter:
             slot_bytes: Bytes of one slot.
         """
         self.tokens, self._slot_bytes, self._live = tokens, slot_bytes, cost.lists
+        self._kv_lists = cost.kv_lists
         if self._traced:
             before = self._decode_reads - cost.prompt_reads
             reads, live = cost.steps.tolist()
@@ -278,13 +294,14 @@ class Meter:
 
     def report(self) -> RequestKV:
         """Return the statistics so far."""
-        kv_lists, slot_bytes = max(1, self._live.size), self._slot_bytes
+        kv_lists, slot_bytes = self._kv_lists, self._slot_bytes
         return RequestKV(
             tokens=self.tokens,
             cached_tokens=self.cached_tokens,
             kv_reads=self._decode_reads / kv_lists,
             prefill_reads=self._prefill_reads / kv_lists,
             live_tokens=self._last[0] / kv_lists,
+            compressed_tokens=int(self._live.sum()) / max(1, self._live.size),
             peak_live_tokens=self._peak[0] / kv_lists,
             live_bytes=self._last[0] * slot_bytes,
             peak_live_bytes=self._peak[0] * slot_bytes,
@@ -296,9 +313,8 @@ class Meter:
 
     def _report_trace(self) -> KVTrace:
         """Return a trace of copies, because the arrays continue to grow."""
-        kv_lists = max(1, self._live.size)
         reads, live = (
-            torch.from_numpy(np.array(x, np.float64) / kv_lists)
+            torch.from_numpy(np.array(x, np.float64) / self._kv_lists)
             for x in (self._trace_reads, self._trace_live)
         )
         return KVTrace(kv_reads=reads, live_tokens=live)
@@ -309,6 +325,8 @@ class TotalMeter:
 
     def __init__(self, cache: KVCache, rows: Tensor) -> None:
         self._cache, self._rows = cache, rows
+        layers, _, heads = cache.live(rows[:0]).shape
+        self._kv_lists = layers * heads
         self._requests = self._tokens = 0
         self._reads = self._prefill_reads = 0.0
         self._held: NDArray[Any] | None = None  # float64 [l, h], summed over finished requests
@@ -343,7 +361,7 @@ class TotalMeter:
             tokens=self._tokens,
             kv_reads=self._reads,
             prefill_reads=self._prefill_reads,
-            peak_live_tokens=self._peak / self._held.size,
+            peak_live_tokens=self._peak / self._kv_lists,
             live_bytes=int(self.live()) * self._cache.slot_bytes,
             peak_live_bytes=self._peak * self._cache.slot_bytes,
             allocated_bytes=self._cache.allocated_bytes,

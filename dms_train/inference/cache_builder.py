@@ -15,16 +15,23 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.cache.paged_local import LocalPagedCache
 from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
-from dms_train.inference.models.blocks import rotary_frequencies
+from dms_train.inference.models.blocks import layer_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy, RequestSizes, find_kernel_rule
-from dms_train.inference.policies.kernel_rules import BudgetRule, MergeRule, PageRule, WindowRule
+from dms_train.inference.policies.kernel_rules import (
+    BudgetRule,
+    LayeredRule,
+    MergeRule,
+    PageRule,
+    WindowRule,
+)
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import FP8
 from dms_train.observe.log import logger
@@ -34,6 +41,7 @@ _CACHES: dict[type, type[PagedKVCache]] = {
     MergeRule: MergingPagedCache,
     BudgetRule: BudgetPagedCache,
     PageRule: SelectingPagedCache,
+    LayeredRule: LocalPagedCache,
 }
 _HOST_BYTES = 2**30  # size of a pool on the CPU; its pages take memory at their first write
 _LOGITS = 4  # most float32 copies of the logits in sampling
@@ -48,7 +56,7 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
     """
     a, device = model.architecture, torch.device(options.device)
     if options.cache == "dense":
-        frequency = rotary_frequencies(a, device)
+        frequency = layer_frequencies(a, device)
         sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         return DenseCache(policy, like=like, frequency=frequency, **sizes)
@@ -73,7 +81,7 @@ def _compact(
         slab_pages=options.slab_pages,
     )
     sizes = {"layers": a.num_layers, "rows": rows, "heads": a.num_query_groups}
-    return CompactCache(pool, policy, frequency=rotary_frequencies(a, device), **sizes)
+    return CompactCache(pool, policy, frequency=layer_frequencies(a, device), **sizes)
 
 
 def _slabs(

@@ -61,8 +61,13 @@ def measure_queries(model: LoadedModel, samples: Iterable[Tensor]) -> QueryStati
         samples: Token ids, int64 [n] each, on the device of the model.
 
     Raises:
-        InferenceError: There are no tokens.
+        InferenceError: There are no tokens, or the layers of the model differ in RoPE.
     """
+    if len({layer.rotary_base for layer in model.architecture.attention_layers}) > 1:
+        raise InferenceError(
+            f"the layers of this {model.architecture.family} model differ in RoPE, which the "
+            "statistics do not describe; use another policy"
+        )
     recorder, tokens = _Recorder(model), 0
     for ids in samples:
         position = torch.arange(len(ids), device=ids.device)[None]

@@ -24,6 +24,7 @@ from dms_train.inference.graphs import DecodeGraphs, LaunchedBurst
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.policies.local_layers import with_windows
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.prompt_graphs import PromptGraphs
 from dms_train.inference.sampler import signed_seed, stream_keys
@@ -134,6 +135,8 @@ class ModelRunner:
         self._device = torch.device(options.device)
         self.longest = longest_sequence(model.architecture, options)
         policy = build_policy(options.policy, options.policy_options, model.spec)
+        layers = model.architecture.attention_layers
+        policy = with_windows(policy, [layer.window for layer in layers])
         self.cache = build_cache(model, policy, options)
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
         self._graphs: DecodeGraphs | None = None
@@ -234,7 +237,7 @@ class ModelRunner:
         unwanted: Collection[Sequence] = (),
     ) -> None:
         """Add the cost of a pass to its sequences, once its numbers are on the host."""
-        counts = PassCounts(lists)
+        counts = PassCounts(lists, self.model.architecture.method_layers)
         passed = zip(
             forward_pass.sequences,
             forward_pass.prefill,
@@ -385,7 +388,8 @@ class ModelRunner:
         status = burst.launched.wait()
         cache.sync_free_count(status.left, status.fault, burst.launched.reserved)
         reads, live = (lists.numpy() for lists in cache.counts(status.lists))
-        counts = BurstCounts(reads, live, self.limits.page_slots)
+        layers = self.model.architecture.method_layers
+        counts = BurstCounts(reads, live, self.limits.page_slots, layers)
         self.total.step(counts.most_live)
         taken = []  # number of new tokens; 0 for a sequence that has ended
         sampled = zip(burst.sequences, burst.counts, status.tokens.T.tolist(), strict=True)

@@ -262,7 +262,8 @@ class McoreEngine:
     def _kept(self, pass_totals: PassTotals) -> tuple[tuple[float, ...], ...]:
         a = self.architecture
         shape = (a.num_layers, a.num_query_groups)
-        return retention.kept(self._models, self.view, shape, pass_totals.positions)
+        kept = retention.kept(self._models, self.view, shape, pass_totals.positions)
+        return tuple(kept[layer] for layer in a.method_layers)
 
     def _result(self, pass_totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
         length = batches[0].tokens.shape[1]
@@ -354,9 +355,12 @@ class McoreEngine:
             yield parameter, rows
 
     def _projections(self) -> Iterator[Any]:
-        """Yield the weight and bias of every q, k, v projection of this rank."""
+        """Yield the weight and bias of this rank's q, k, v projections with eviction channels."""
+        numbers = self.architecture.method_layers
         for model in self._models:
             for layer in model.decoder.layers:
+                if layer.layer_number - 1 not in numbers:
+                    continue
                 projection = layer.self_attention.linear_qkv
                 for parameter in (projection.weight, projection.bias):
                     # Transformer Engine has an empty tensor where there is no bias

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dms_train.families import FAMILIES
 
+SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that have a class in `models` and one in `configurations`."""
+
 
 def register() -> None:
     """Register configurations, models, the KV cache and its manager; several calls are allowed.
@@ -23,7 +26,7 @@ def register() -> None:
 
 def retrofitted_architectures() -> frozenset[str]:
     """Return the names in `architectures` of config.json that the plugin serves."""
-    return frozenset(f"{family.causal_lm}DMS" for family in FAMILIES.values())
+    return frozenset(f"{FAMILIES[name].causal_lm}DMS" for name in SERVED_FAMILIES)
 
 
 def _register_models() -> None:
@@ -35,7 +38,7 @@ def _register_models() -> None:
     from dms_train.vllm_plugin.credit import CreditManager, DMSCacheSpec
     from dms_train.vllm_plugin.settings import PlainConfig, RetrofittedConfig
 
-    for family in FAMILIES.values():
+    for family in map(FAMILIES.__getitem__, SERVED_FAMILIES):
         name = f"{family.causal_lm}DMS"
         ModelRegistry.register_model(name, f"dms_train.vllm_plugin.models:{name}")
         MODELS_CONFIG_MAP[name] = RetrofittedConfig

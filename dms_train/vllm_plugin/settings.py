@@ -138,10 +138,15 @@ def _parallel_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
 def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     runner = config.model_config.runner_type
     nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
+    kinds = getattr(config.model_config.hf_config, "layer_types", None) or ()
     return [
         (
             getattr(config.model_config.hf_config, "num_experts", 0),
             "mixtures of experts are not yet tested with vLLM; use dms-serve",
+        ),
+        (
+            "sliding_attention" in kinds,
+            "it has layers with a sliding window; use dms-serve",
         ),
         (config.lora_config, "LoRA changes the eviction channel; remove --enable-lora"),
         (

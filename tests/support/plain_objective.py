@@ -8,6 +8,7 @@ head size, i query positions, j key positions.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def outcome(
     else:
         per_token = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     token_loss = (per_token * mask).sum() / mask.sum().clamp(min=1)
-    heads = architecture.num_layers * architecture.num_query_groups
+    heads = len(architecture.method_layers) * architecture.num_query_groups
     alpha = decided.alpha / (heads * tokens.shape[1])
     short = (1 - 1 / plan.target_cr - alpha).clamp(min=0)
     if spec.aux_form == "sum":
@@ -115,7 +116,7 @@ def packed_outcome(
     noise = logistic_noise(a, seed, plan.step, samples, tokens.shape[1])
     if not plan.noise:
         noise = torch.zeros_like(noise)
-    heads = a.num_layers * a.num_query_groups
+    heads = len(a.method_layers) * a.num_query_groups
     total, hinge, alphas, live, reads = (torch.zeros((), dtype=torch.float64) for _ in range(5))
     for n, own in enumerate(lengths):
         at, alpha = 0, torch.zeros((), dtype=torch.float64)
@@ -169,7 +170,8 @@ def forward(
         prefix = f"model.layers.{layer}."
         own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         normed = _rms_norm(hidden, own["input_layernorm.weight"], a)
-        attended, decided = _attention(a, spec, plan, own, normed, noise[layer])
+        alone = replace(a, layers=a.attention_layers[layer : layer + 1])
+        attended, decided = _attention(alone, spec, plan, own, normed, noise[layer])
         hidden = hidden + attended
         total = _Decided(*(x + y for x, y in zip(total, decided, strict=True)))
         normed = _rms_norm(hidden, own["post_attention_layernorm.weight"], a)
@@ -197,8 +199,15 @@ def _attention(
     if "self_attn.q_norm.weight" in own:
         q = _rms_norm(q, own["self_attn.q_norm.weight"], a)
         k = _rms_norm(k, own["self_attn.k_norm.weight"], a)
-    bias, decided = _decide(spec, plan, q[:, :, :, 0, spec.channel], noise)
-    q, k = _query(a, spec, plan, q), _rope(a, k)
+    window = a.layers[0].window
+    if window is None:
+        bias, decided = _decide(spec, plan, q[:, :, :, 0, spec.channel], noise)
+        q, k = _query(a, spec, plan, q), _rope(a, k)
+    else:
+        age = torch.arange(t)[:, None] - torch.arange(t)
+        bias = torch.zeros(1, 1, t, t).double().masked_fill((age < 0) | (age >= window), -math.inf)
+        decided = _Decided(*torch.zeros(3, b, dtype=torch.float64))
+        q, k = _rope(a, q), _rope(a, k)
     scores = torch.einsum("bigrd,bjgd->bgrij", q, k) / math.sqrt(d) + bias[:, :, None]
     out = torch.einsum("bgrij,bjgd->bigrd", scores.softmax(-1), v).reshape(b, t, -1)
     return out @ own["self_attn.o_proj.weight"].T, decided
@@ -244,7 +253,9 @@ def _decide(
 
 
 def _rope(a: Architecture, x: Tensor) -> Tensor:
-    """Rotary embedding of x [b, t, ..., d], halves turned against each other."""
+    """Rotary embedding of x [b, t, ..., d] in the first layer of `a`, halves against each other."""
+    if a.layers[0].rotary_base is None:
+        return x
     half = x.shape[-1] // 2
     frequencies = [_scaled(a, a.rotary_base ** (-n / half)) for n in range(half)]
     angle = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(frequencies).double()

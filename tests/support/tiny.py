@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dms_train.data.batches import Batch
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from dms_train.method.documents import PackedDocuments
@@ -15,7 +16,7 @@ LENGTH = 24
 
 
 def architecture(family: str, **changes: object) -> Architecture:
-    """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied."""
+    """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied; SmolLM3 partly NoPE."""
     values: dict[str, object] = {
         "family": family,
         "num_layers": 4,
@@ -31,7 +32,11 @@ def architecture(family: str, **changes: object) -> Architecture:
         "tie_word_embeddings": family != "qwen2",
         "experts": experts_of(family),
     }
-    return Architecture(**{**values, **changes})
+    values |= changes
+    if family == "smollm3":
+        rotated = [layer % 2 == 1 for layer in range(values["num_layers"])]
+        values["layers"] = tuple(LayerAttention(rotary_base=1e4 if r else None) for r in rotated)
+    return Architecture(**values)
 
 
 class SmallEvictionChannels(WeightSource):

@@ -89,7 +89,7 @@ class DMSCache(Cache):
     Evicted tokens cannot return: `crop` raises ValueError if the remaining tokens need one.
 
     Args:
-        numbers: Constants of the model.
+        numbers: Constants of the model, or of each of its layers.
         layers: Number of attention layers.
         kernels: `triton` computes with the kernels of the package, `reference` with torch
             operations; `auto` uses the kernels on a GPU if the package is installed.
@@ -98,12 +98,14 @@ class DMSCache(Cache):
         ValueError: `kernels` is something else.
     """
 
-    def __init__(self, numbers: DMSNumbers, layers: int, kernels: str = "auto") -> None:
+    def __init__(
+        self, numbers: DMSNumbers | list[DMSNumbers], layers: int, kernels: str = "auto"
+    ) -> None:
         if kernels not in KERNELS:
             raise ValueError(f"kernels={kernels!r}: choose one of {', '.join(KERNELS)}")
         super().__init__(layers=[_Layer() for _ in range(layers)])
         self._kernels = kernels
-        self._numbers = numbers
+        self._numbers = numbers if isinstance(numbers, list) else [numbers] * layers
         self._real: Tensor | None = None  # bool [batch, T] of all tokens seen
         self._columns: _Columns | None = None  # of the newest forward pass
 
@@ -137,7 +139,7 @@ class DMSCache(Cache):
         key, value, decisions = tokens
         columns = self._enter(mask, ours.length, batch, n)
         if ours.store is None:
-            ours.store = self._open(key, columns)
+            ours.store = self._open(key, columns, self._numbers[layer])
         if columns.holes and not isinstance(ours.store, Pages):
             raise ValueError(
                 "the kernels accept padding only before a sequence; remove padding between tokens, "
@@ -247,10 +249,10 @@ class DMSCache(Cache):
         self._columns = _Columns(mask, start, real, holes)
         return self._columns
 
-    def _open(self, key: Tensor, columns: _Columns) -> Any:
+    def _open(self, key: Tensor, columns: _Columns, numbers: DMSNumbers) -> Any:
         """Make an empty store for one layer."""
         batch, heads, _, size = key.shape
-        window, shift = self._numbers.window, self._numbers.shift
+        window, shift = numbers.window, numbers.shift
         pools = (store.pool for store in self._stores())
         pool = next((pool for pool in pools if pool.device == key.device), None)
         package = None if columns.holes else _kernels_for(self._kernels, key)

@@ -85,6 +85,8 @@ class DMCAttention(_Mixed):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        if getattr(self, "sliding_window", None) is not None:
+            raise ValueError("DMC does not support layers with a sliding window")
         self.dmc = DMCDecision(dmc_numbers(config))
 
     def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
@@ -141,7 +143,8 @@ class DMCAttention(_Mixed):
         alphas, weights = whole[..., :2].to(weight.dtype).unbind(-1)
         states = merged(whole[..., 2:], alphas, weights, self.dmc.numbers.width)[:, :, -n:]
         key, value = states.split(self.head_dim, -1)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             stored = torch.cat([value, left], -1)
             key, stored = past_key_values.update(key, stored, self.layer_idx)

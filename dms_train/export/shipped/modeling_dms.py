@@ -19,6 +19,7 @@ packed sequences, for 4D masks of the caller, and when attention weights are req
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,11 +81,25 @@ class DMSDecision(nn.Module):
 
 
 class DMSAttention(_Mixed):
-    """Mixin for the attention class of a family, whose mask then differs between KV heads."""
+    """Mixin for the attention class of a family, whose mask then differs between KV heads.
+
+    In a layer with a sliding window every token is evicted when it leaves that window. There are no
+    decisions, and the query keeps its eviction channel.
+    """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.dms = DMSDecision(dms_numbers(config), self.num_key_value_groups)
+        numbers, size = dms_numbers(config), getattr(self, "sliding_window", None)
+        self.has_window = size is not None
+        if size is not None:
+            numbers = replace(numbers, window=size - 1, shift=0)
+        self.dms = DMSDecision(numbers, self.num_key_value_groups)
+
+    def _decide(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return decisions, bool [batch, kv_heads, T], and the query without them."""
+        if self.has_window:
+            return torch.ones_like(query[:, :: self.num_key_value_groups, :, 0]) > 0, query
+        return self.dms(query) > 0, self.dms.clear(query)
 
     def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
         """Project, and normalise if the family does: [batch, heads, T, d]."""
@@ -176,9 +191,10 @@ class DMSAttention(_Mixed):
         query = self._heads(self.q_proj, hidden_states, "q_norm")
         key = self._heads(self.k_proj, hidden_states, "k_norm")
         value = self._heads(self.v_proj, hidden_states, "")
-        decisions = self.dms(query) > 0
-        query, key = apply_rotary_pos_emb(self.dms.clear(query), key, *position_embeddings)
-        if self.dms.numbers.clear_after_rope:
+        decisions, query = self._decide(query)
+        if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if self.dms.numbers.clear_after_rope and not self.has_window:
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):
             tokens = (key, value, decisions)
@@ -187,7 +203,9 @@ class DMSAttention(_Mixed):
         key, value, decisions = self._remember(key, value, decisions, past_key_values)
         evicted = evicted_tokens(decisions, self.dms.numbers.shift)
         if attention_mask.dtype == torch.bool:
-            output = self._attend(query, key, value, evicted, attention_mask)
+            # a DynamicCache may have dropped the keys before a sliding window
+            real = attention_mask[..., -key.shape[2] :]
+            output = self._attend(query, key, value, evicted, real)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None
         output, weights = eager_attention_forward(
             self,
@@ -271,10 +289,8 @@ class DMSForCausalLM(_Mixed):
         made = model_kwargs.get("past_key_values")
         shrinks = mode in _SHRINKING and not configured and not rolled_back
         if given is None and shrinks and type(made) is DynamicCache:
-            numbers = self.model.layers[0].self_attn.dms.numbers
-            model_kwargs["past_key_values"] = DMSCache(
-                numbers, len(self.model.layers), self.dms_kernels
-            )
+            numbers = [layer.self_attn.dms.numbers for layer in self.model.layers]
+            model_kwargs["past_key_values"] = DMSCache(numbers, len(numbers), self.dms_kernels)
         return done
 
     @torch.no_grad()
@@ -286,12 +302,12 @@ class DMSForCausalLM(_Mixed):
             **kwargs: More arguments of `forward`, such as attention_mask.
 
         Returns:
-            float32 [layers, batch, kv_heads, T].
+            float32 [layers, batch, kv_heads, T]; layers with a sliding window have none.
         """
         seen: list[Tensor] = []
         hooks = [
             layer.self_attn.dms.register_forward_hook(lambda _, __, logits: seen.append(logits))
-            for layer in self.model.layers
+            for layer in self._dms_layers()
         ]
         try:
             self(input_ids, use_cache=False, **kwargs)
@@ -300,19 +316,25 @@ class DMSForCausalLM(_Mixed):
                 hook.remove()
         return torch.stack([logits.to(seen[0].device) for logits in seen])
 
+    def _dms_layers(self) -> list[Any]:
+        """Decoder layers without a sliding window."""
+        return [layer for layer in self.model.layers if not layer.self_attn.has_window]
+
     def dms_live_slots(self, past_key_values: Cache) -> Tensor:
         """Count the tokens that each KV head needs after the last query, including the window.
 
         In a DynamicCache padding counts; a DMSCache holds none.
 
         Returns:
-            int64 [layers, batch, kv_heads]. Compression is the sequence length over their mean.
+            int64 [layers, batch, kv_heads]; layers with a sliding window have none. Compression is
+            the sequence length over their mean.
         """
+        attentions = [layer.self_attn for layer in self._dms_layers()]
         if isinstance(past_key_values, DMSCache):
-            return past_key_values.live()
+            return past_key_values.live()[[attention.layer_idx for attention in attentions]]
         counts = []
-        for layer, decoder in zip(past_key_values.layers, self.model.layers, strict=True):
-            numbers = decoder.self_attn.dms.numbers
+        for attention in attentions:
+            numbers, layer = attention.dms.numbers, past_key_values.layers[attention.layer_idx]
             gone = evicted_tokens(layer.values[..., -1] > 0.5, numbers.shift)
             outside = max(0, gone.shape[-1] - numbers.window - 1)
             counts.append(gone.shape[-1] - gone[..., :outside].sum(-1))

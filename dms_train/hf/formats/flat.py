@@ -71,6 +71,8 @@ class Limits:
         a = model.architecture
         if a.family not in self.families:
             return f"family {a.family}: it has DMS code for {', '.join(self.families)} only"
+        if len(a.method_layers) < a.num_layers:
+            return "sliding-window layers: it evicts in all layers"
         if a.family == "qwen3" and a.rope_scaling is not None:
             return "rope_scaling on qwen3: it is ignored"
         group = a.num_attention_heads // a.num_query_groups

@@ -47,7 +47,7 @@ class CompactCache(HostDrivenCache):
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
-        frequency: RoPE frequencies, as in `Sequences`; for policies that move keys.
+        frequency: RoPE frequencies of the layers, [layers, d / 2]; for policies that move keys.
     """
 
     def __init__(
@@ -215,13 +215,14 @@ class CompactCache(HostDrivenCache):
             return
         rows, end = rows[ends], sequences.end[ends]
         sizes = (sequences.prompt[ends], sequences.limit[ends], sequences.seed[ends])
-        ended = Sequences(sequences.layers, end, end, *sizes, {}, frequency=sequences.frequency)
+        ended = Sequences(sequences.layers, end, end, *sizes, {})
         known = self._state.layers(rows)
         self.policy.balance(known, ended)
         for layer, lists in enumerate(known):
             numbers = self._numbers(*self._kv_lists(layer, rows))
             slots = self._stored(layer, numbers, content=True)
-            slots = slots._replace(sequences=ended._replace(lists=lists))
+            frequency = self._state.frequency(layer)
+            slots = slots._replace(sequences=ended._replace(lists=lists, frequency=frequency))
             assert slots.key is not None
             nothing = slots.key[:, :, :0]
             arrival = NewTokens(end[:, None] - 1, nothing, nothing, None)

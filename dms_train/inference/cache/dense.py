@@ -35,7 +35,7 @@ class DenseCache(HostDrivenCache):
         rows: Sequences held at the same time.
         heads: KV heads.
         like: An empty tensor [0, head size] with the dtype and device of keys and values.
-        frequency: RoPE frequencies, as in `Sequences`; for policies that move keys.
+        frequency: RoPE frequencies of the layers, [layers, d / 2]; for policies that move keys.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ class PagedKVCache:
     def view(self, layer: int) -> PagedCache:
         """Return one layer in the form that the kernels take."""
         exponents = None if self._exponents is None else self._exponents[layer]
-        kv_lists = (self.lists.tables[layer], self.lists.lengths[layer], self._rings[layer])
+        kv_lists = (self.lists.tables[layer], self.lists.lengths[layer], self._ring(layer))
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
@@ -257,12 +257,12 @@ class PagedKVCache:
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
         """Return queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
-        return step.rotated_by_kernel(decides=self._rule.source == SIGNAL)
+        return step.rotated_by_kernel(decides=self._layer_rule(layer).source == SIGNAL)
 
     def _decode(self, layer: int, step: AttentionStep) -> Attended:
         """Compute one token per sequence; the kernels apply RoPE and decide."""
         b, d = len(step.rows), step.query.shape[-1]
-        rule = self._rule_of(step.spec, d)
+        rule = self._rule_at(layer, step.spec, d)
         signal = None
         if rule.source == SIGNAL:
             decisions = step.decisions()
@@ -301,7 +301,7 @@ class PagedKVCache:
         Returns:
             [b, query heads, d].
         """
-        rule = self._rule_of(spec, token.query.shape[-1])
+        rule = self._rule_at(layer, spec, token.query.shape[-1])
         return self._append_and_attend(layer, token, rule, norms)
 
     def _append_and_attend(
@@ -311,10 +311,22 @@ class PagedKVCache:
         kernels = dispatch.triton_kernels()
         rotated = kernels.append(token, cache, rule, norms=norms)
         if b not in self._memory:
-            evicts = self._rule.source != NEVER
+            evicts = any(self._layer_rule(n).source != NEVER for n in range(self.lists_shape[0]))
             self._memory[b] = kernels.attention_workspace(rotated, cache, evicts=evicts)
         scale = token.query.shape[-1] ** -0.5
         return kernels.attend(rotated, cache, token.rows, scale, self._memory[b])
+
+    def _ring(self, layer: int) -> Tensor:
+        """Return the ring of a layer, int32 [rows, h, w + 1]."""
+        return self._rings[layer]
+
+    def _layer_rule(self, layer: int) -> Decisions:
+        """Return the eviction rule of a layer for tokens that leave its window."""
+        return self._rule
+
+    def _rule_at(self, layer: int, spec: MethodSpec | None, head_size: int) -> Decisions:
+        """Return `_rule_of` for a layer."""
+        return self._rule_of(spec, head_size)
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
         """Return the source of a step's decisions, and the query channel that it clears.
@@ -333,15 +345,15 @@ class PagedKVCache:
         """Store and attend the next tokens of prompts with the kernels."""
         kernels = dispatch.triton_kernels()
         rows, query, arrival, pages, begins, whole = tokens
-        window, (n, d) = self._rings.shape[-1] - 1, query.shape[2:]
+        ring, rule = self._ring(layer), self._layer_rule(layer)
+        window, (n, d) = ring.shape[-1] - 1, query.shape[2:]
         real = None if whole else arrival.position >= 0
         if begins:
             before = prefill.nothing(len(rows), self.lists.lengths.shape[-1], query.device)
         else:
             seen = arrival.position[:, 0].int()
-            stored = (self.lists.lengths[layer], self._rings[layer])
-            before = prompt.state_before(*stored, rows, seen, self._rule.source)
-        evicted = prompt.evictions(before, arrival.signal, n, real, self._rule)
+            before = prompt.state_before(self.lists.lengths[layer], ring, rows, seen, rule.source)
+        evicted = prompt.evictions(before, arrival.signal, n, real, rule)
         count = None if real is None else real.sum(1, dtype=torch.int32)
         chunk = kernels.plan_chunk(evicted, before, window, count)
         size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
@@ -361,7 +373,7 @@ class PagedKVCache:
                 content,
                 window=window,
                 scale=d**-0.5,
-                evicts=self._rule.source != NEVER,
+                evicts=rule.source != NEVER,
             )
         except BaseException:  # `free` finds the pages of a KV list by its length
             self.lists.lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)
@@ -371,7 +383,7 @@ class PagedKVCache:
             self._wide.write(table, exponents, chunk.lengths, changed)
             self._exponents[layer, rows] = exponents
         self.lists.release(lists, lengths)
-        reads = prompt.commit_prefill(chunk, before, self._rings[layer], rows, self._rule.source)
+        reads = prompt.commit_prefill(chunk, before, ring, rows, rule.source)
         return Attended(output, reads)
 
     def _prompt_pages(

@@ -24,7 +24,7 @@ class PolicyState:
         layers: Attention layers.
         rows: Sequences held at the same time.
         device: Device of the tensors.
-        frequency: RoPE frequencies, as in `Sequences`.
+        frequency: RoPE frequencies of the layers, [layers, d / 2]; as in `Sequences`.
     """
 
     def __init__(
@@ -80,8 +80,12 @@ class PolicyState:
             seed=seed,
             lists=lists,
             query=lists.get(_QUERY),
-            frequency=self._frequency,
+            frequency=self.frequency(layer),
         )
+
+    def frequency(self, layer: int) -> Tensor | None:
+        """Return the RoPE frequencies of a layer, [d / 2]."""
+        return None if self._frequency is None else self._frequency[layer]
 
     def accumulated(self, layer: int, step: UnrotatedTokens) -> UnrotatedTokens:
         """Return the tokens of a pass as the policy stores them."""

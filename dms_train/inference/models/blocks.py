@@ -42,16 +42,16 @@ class AttentionInputs(NamedTuple):
     Attributes:
         cache: KV cache.
         micro_batches: Sequences of the pass.
-        angles: RoPE of each micro-batch.
+        angles: RoPE of each micro-batch, by the base of a layer.
     """
 
     cache: KVCache
     micro_batches: list[MicroBatch]
-    angles: list[Angles]
+    angles: dict[float | None, list[Angles]]
 
 
 def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
-    """Return the RoPE frequencies in radians per position, float32 [d / 2]."""
+    """Return the RoPE frequencies of `a.rotary_base` in radians per position, float32 [d / 2]."""
     even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=device)
     frequency = 1.0 / a.rotary_base ** (even.float() / a.kv_channels)
     rule = a.rope_scaling
@@ -63,9 +63,29 @@ def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
     return frequency * (share + (1 - share) / rule.factor)
 
 
-def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of RoPE, [t, 1, 1, d] each, for int64 positions [t]."""
-    angle = position[:, None].float() * rotary_frequencies(a, position.device)
+def layer_frequencies(a: Architecture, device: torch.device) -> Tensor:
+    """Return the RoPE frequencies of every layer, [layers, d / 2]; 0 in layers without RoPE."""
+    frequency = rotary_frequencies(a, device)
+    still = torch.zeros_like(frequency)
+    layers = a.attention_layers
+    return torch.stack([still if layer.rotary_base is None else frequency for layer in layers])
+
+
+def rotary_tables(
+    a: Architecture, position: Tensor, dtype: torch.dtype, *, turns: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of RoPE, [t, 1, 1, d] each, for int64 positions [t].
+
+    Args:
+        a: The model.
+        position: Positions.
+        dtype: Dtype of the tables.
+        turns: False for layers without RoPE, whose angles are zero.
+    """
+    frequencies = rotary_frequencies(a, position.device)
+    if not turns:
+        frequencies = torch.zeros_like(frequencies)
+    angle = position[:, None].float() * frequencies
     angle = torch.cat([angle, angle], -1)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -133,7 +153,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.spec = spec
+        own = a.attention_layers[layer]
+        self.rotary_base = own.rotary_base
+        self.spec = spec if own.window is None else None
         self.groups, self.size = a.num_query_groups, a.kv_channels
         queries, keys = a.num_attention_heads * self.size, self.groups * self.size
         bias = a.add_qkv_bias
@@ -142,8 +164,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, a.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
-        self.decision_projection = decision_projection
-        if decision_projection:
+        self.decision_projection = decision_projection and own.window is None
+        if self.decision_projection:
             self.dms_proj_alpha = nn.Linear(a.hidden_size, self.groups, bias=bias)
             self.dms_proj_alpha_norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
@@ -173,7 +195,7 @@ class Attention(nn.Module):
         query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         outputs, reads = [], []
-        pairs = zip(inputs.micro_batches, inputs.angles, strict=True)
+        pairs = zip(inputs.micro_batches, inputs.angles[self.rotary_base], strict=True)
         for index, (batch, angles) in enumerate(pairs):
             decision_projection = None
             if self.decision_projection:

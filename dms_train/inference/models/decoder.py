@@ -92,11 +92,8 @@ class Decoder(nn.Module):
             Hidden states [t, c] and slots read, int64 [layers, sequences, kv_heads].
         """
         residual = self.embed_tokens(batch.tokens)
-        cos, sin = rotary_tables(self.architecture, batch.position, residual.dtype)
-        angles = []
-        for micro_batch in batch.micro_batches:
-            own = micro_batch.take(cos), micro_batch.take(sin)
-            angles.append(Angles(*own, rotation_table(*own)))
+        bases = {layer.self_attn.rotary_base for layer in self.decoder_layers}
+        angles = {base: self._angles(batch, residual.dtype, base) for base in bases}
         inputs = AttentionInputs(cache, batch.micro_batches, angles)
         norms = [layer.input_layernorm for layer in self.decoder_layers]
         x, reads = norms[0](residual), []
@@ -104,6 +101,16 @@ class Decoder(nn.Module):
             x, residual, read = layer(x, residual, inputs, following)
             reads.append(read)
         return x, torch.stack(reads)
+
+    def _angles(self, batch: TokenBatch, dtype: torch.dtype, base: float | None) -> list[Angles]:
+        """Return RoPE of each micro-batch for the layers with this base."""
+        turns = base is not None
+        cos, sin = rotary_tables(self.architecture, batch.position, dtype, turns=turns)
+        angles = []
+        for micro_batch in batch.micro_batches:
+            own = micro_batch.take(cos), micro_batch.take(sin)
+            angles.append(Angles(*own, rotation_table(*own)))
+        return angles
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:

@@ -63,6 +63,8 @@ class _Buffers(NamedTuple):
         logits: [m, vocab].
         cos: [m, d].
         sin: [m, d].
+        ones: [m, d], cosines of layers without RoPE.
+        zeros: [m, d], sines of these layers.
         work: Scratch memory of the products.
     """
 
@@ -73,6 +75,8 @@ class _Buffers(NamedTuple):
     logits: Tensor
     cos: Tensor
     sin: Tensor
+    ones: Tensor
+    zeros: Tensor
     work: LinearWorkspace
 
 
@@ -138,9 +142,9 @@ class FusedDecoder:
         query, key, value = heads.split(
             (heads.shape[1] - 2 * block.groups, block.groups, block.groups), 1
         )
-        token = Step(
-            query, key, value, memory.cos, memory.sin, inputs.position, inputs.rows, signal=None
-        )
+        turns = block.rotary_base is not None
+        cos, sin = (memory.cos, memory.sin) if turns else (memory.ones, memory.zeros)
+        token = Step(query, key, value, cos, sin, inputs.position, inputs.rows, signal=None)
         norms = None
         if isinstance(block.q_norm, RMSNorm) and isinstance(block.k_norm, RMSNorm):
             norms = HeadNorms(block.q_norm.weight, block.k_norm.weight, block.q_norm.epsilon)
@@ -181,5 +185,7 @@ class FusedDecoder:
             logits=weight.new_empty(m, a.vocab_size),
             cos=cos,
             sin=sin,
+            ones=torch.ones_like(cos),
+            zeros=torch.zeros_like(sin),
             work=self._kernels.linear_workspace(m, weight.device),
         )

@@ -136,4 +136,18 @@ class PageRule:
     last: bool = True
 
 
-KernelRule: TypeAlias = WindowRule | MergeRule | BudgetRule | PageRule
+@dataclass(frozen=True, kw_only=True)
+class LayeredRule:
+    """Evict every token that leaves the window of a layer; follow a rule in the other layers.
+
+    Attributes:
+        rule: Rule of the layers without a window.
+        windows: Tokens that a query reads in each layer, its own included; None for all. The same
+            number in all layers that have one.
+    """
+
+    rule: WindowRule
+    windows: tuple[int | None, ...]
+
+
+KernelRule: TypeAlias = WindowRule | MergeRule | BudgetRule | PageRule | LayeredRule

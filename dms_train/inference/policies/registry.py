@@ -36,6 +36,7 @@ _NOT_POLICIES = (
     "every_step",
     "eviction",
     "kernel_rules",
+    "local_layers",
     "attention_scores",
     "registry",
     "rotation",

@@ -130,6 +130,7 @@ class CoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         self.method = method
+        self.window: int | None = None  # of the layer, in tokens before the query
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -150,7 +151,9 @@ class CoreAttention(MegatronModule):
             if log_keep is not None:
                 log_keep = log_keep.transpose(0, 1).flatten(1)[None]
         q, k, v = heads
-        window = None if self.method.spec.decays else self.method.spec.window
+        window = self.window
+        if window is None and not self.method.spec.decays:
+            window = self.method.spec.window
         out = self.method.attend(q, k, v, log_keep, window, self.scale, cu_seqlens)
         s, b, n, d = query.shape
         return out.view(b, s, n, d).transpose(0, 1).reshape(s, b, -1)
@@ -215,13 +218,8 @@ class MethodSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within hidden_states [s, b, h]; the mask is always causal."""
-        layer, step = self.method.layer, self._pass(rotary_pos_emb)
         projection = _LayerProjection(self, hidden_states, rotary_pos_emb)
-        if self.method.fused:
-            heads, decided = layer.prepare_fused(projection, step)
-        else:
-            heads, decided = layer.prepare(projection.heads(), step)
-        log_keep, stats = self._account(decided, heads.key)
+        heads, log_keep, stats = self._prepare(projection)
         self.eviction_stats = F.pad(stats, (0, EVICTION_STATS - stats.shape[1]))
         cu_seqlens = None if self.documents is None else self.documents.cu_seqlens
         inputs = heads.query.flatten(2, 3), heads.key, heads.value, log_keep, cu_seqlens
@@ -230,6 +228,28 @@ class MethodSelfAttention(SelfAttention):
         else:
             context = self.core_attention(*inputs)
         return self.linear_proj(context)
+
+    def _prepare(self, projection: _LayerProjection) -> tuple[Heads, Tensor | None, Tensor]:
+        """Return rotated heads, log(1 - alpha) by key or None, and eviction statistics."""
+        if self.core_attention.window is not None:
+            return self._prepare_window(projection)
+        layer, step = self.method.layer, self._pass(projection.rope)
+        if self.method.fused:
+            heads, decided = layer.prepare_fused(projection, step)
+        else:
+            heads, decided = layer.prepare(projection.heads(), step)
+        return heads, *self._account(decided, heads.key)
+
+    def _prepare_window(self, projection: _LayerProjection) -> tuple[Heads, Tensor, Tensor]:
+        """Return the same for a layer with a window: every key is evicted when it leaves it.
+
+        The method neither changes the heads nor counts the layer.
+        """
+        heads = projection.heads()
+        query, key = self._rotate(projection.rope, heads.query, heads.key)
+        s, b, g = key.shape[:3]
+        log_keep = torch.full((b, g, s), -torch.inf, device=key.device)
+        return Heads(query, key, heads.value), log_keep, log_keep.new_zeros(b, EVICTION_STATS)
 
     def _pass(self, rotary_pos_emb: Tensor | None) -> LayerPass:
         """Describe this micro-batch to the method."""

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
@@ -166,13 +167,7 @@ class DMSModel(LanguageModule):
                 position_embedding_type="rope",
                 tp_group=self.pg_collection.tp,
             )
-        self.rotary_pos_emb = RotaryEmbedding(
-            architecture.kv_channels,
-            rotary_percent=1.0,
-            rotary_base=architecture.rotary_base,
-            cp_group=self.pg_collection.cp,
-            **rope_arguments(architecture),
-        )
+        self.rotary_pos_emb = self._rotary_embedding(architecture)
         self.decoder = TransformerBlock(
             config,
             block_spec(config, method, layer_backend, trainable, vp_stage),
@@ -186,11 +181,25 @@ class DMSModel(LanguageModule):
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
         self.architecture = architecture
+        described = [self._attention_of(layer) for layer in self.decoder.layers]
+        self._rotary_bases = list(dict.fromkeys(layer.rotary_base for layer in described))
+        for layer, own in zip(self.decoder.layers, described, strict=True):
+            if own.window is not None:
+                layer.self_attention.core_attention.window = own.window - 1
         self.method = method
         self.records_logits = False
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[Teacher] = []
+
+    def _rotary_embedding(self, a: Architecture) -> RotaryEmbedding:
+        return RotaryEmbedding(
+            a.kv_channels,
+            rotary_percent=1.0,
+            rotary_base=a.rotary_base,
+            cp_group=self.pg_collection.cp,
+            **rope_arguments(a),
+        )
 
     def _output_layer(self, rows: int) -> ColumnParallelLinear:
         """Make the output layer; it has no weight of its own if this chunk's embedding is tied."""
@@ -249,15 +258,14 @@ class DMSModel(LanguageModule):
         """Run this chunk's layers (and final norm) and add up the eviction statistics."""
         config, count = self.config, len(self.decoder.layers)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        frequencies = self.rotary_pos_emb.get_emb(hidden.shape[0] * shards)
-        rope = self.method.rope(frequencies, documents)
+        ropes = self._ropes(hidden.shape[0] * shards, documents)
         recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
         unit = config.recompute_num_layers if recompute else max(count, 1)
         fork = config.sequence_parallel
         with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             for first in range(0, count, unit):
                 run = self._layers(first, first + unit, documents)
-                arguments = (hidden, eviction_stats, noise_keys, rope)
+                arguments = (hidden, eviction_stats, noise_keys, *ropes)
                 if recompute:
                     hidden, eviction_stats = tensor_parallel.checkpoint(run, False, *arguments)
                 else:
@@ -266,16 +274,28 @@ class DMSModel(LanguageModule):
             hidden = self.decoder.final_layernorm(hidden)
         return hidden, eviction_stats
 
+    def _attention_of(self, layer: Any) -> LayerAttention:
+        return self.architecture.attention_layers[layer.layer_number - 1]
+
+    def _ropes(self, length: int, documents: PackedDocuments | None) -> list[Tensor]:
+        """Return the RoPE tables for `length` positions, in the order of `_rotary_bases`."""
+        turned = self.rotary_pos_emb.get_emb(length)
+        return [
+            self.method.rope(torch.zeros_like(turned) if base is None else turned, documents)
+            for base in self._rotary_bases
+        ]
+
     def _layers(self, first: int, last: int, documents: PackedDocuments | None = None) -> Any:
         def run(
-            hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None, rope: Tensor
+            hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None, *ropes: Tensor
         ) -> tuple[Tensor, Tensor]:
             for layer in self.decoder.layers[first:last]:
                 attention = layer.self_attention
                 # the recomputed unit keeps both, so recomputation reads the values of its own
                 # micro-batch
                 attention.noise_keys, attention.documents = noise_keys, documents
-                hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rope)
+                rope = self._rotary_bases.index(self._attention_of(layer).rotary_base)
+                hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=ropes[rope])
                 eviction_stats = eviction_stats + attention.eviction_stats
                 attention.eviction_stats = attention.noise_keys = attention.documents = None
             return hidden, eviction_stats

@@ -83,7 +83,7 @@ def _loss_function(
     context: PassContext, batch: Batch
 ) -> Callable[[_Output], tuple[Tensor, dict[str, Tensor]]]:
     a = context.architecture
-    per_sample = a.num_layers * a.num_query_groups
+    per_sample = len(a.method_layers) * a.num_query_groups
     packed = batch.documents
     decisions = per_sample * (batch.tokens.shape[1] if packed is None else packed.tokens)
 

@@ -26,6 +26,7 @@ def tiny_model(family):
         head_dim=8,
         vocab_size=11,
         **({"num_experts": 3, "moe_intermediate_size": 12} if FAMILIES[family].has_experts else {}),
+        **FAMILIES[family].written,
     )
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -70,6 +71,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family):
     described = FAMILIES[family]
     config = getattr(transformers, f"{described.classes}Config")()
     assert config.tie_word_embeddings == described.tied_by_default
+    assert config.rope_parameters["rope_theta"] == described.rotary_base
     heads = config.hidden_size // config.num_attention_heads
     assert getattr(config, "head_dim", None) in (None, described.head_size or heads)
     for key, value in described.fixed.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dms_train.export.writer import write_export
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.hf.formats import default_format
 from dms_train.hf.tensors import expected_shapes
@@ -31,6 +33,9 @@ def stories() -> Path:
     if not path.is_dir():
         pytest.skip(f"{path} is absent; point DMS_TEST_DATA to the folder that holds it")
     return path
+
+
+_NO_ROPE_FIRST = (LayerAttention(rotary_base=None), LayerAttention(rotary_base=1e6))
 
 
 def _architecture(family: str) -> Architecture:
@@ -55,6 +60,7 @@ def _architecture(family: str) -> Architecture:
         tie_word_embeddings=family == "qwen3",
         rope_scaling=scaling if family == "llama" else None,
         experts=experts_of(family),
+        layers=_NO_ROPE_FIRST if family == "smollm3" else (),
     )
 
 
@@ -142,11 +148,17 @@ def _attention(
         states[n] = y
     group = a.num_attention_heads // a.num_query_groups
     decision = s.alpha_scale * states["q"][:, ::group, s.channel].T - s.alpha_offset
-    states["q"][:, ::group, s.channel] = 0
-    q, k = _rotate(states["q"], a), _rotate(states["k"], a)
-    if s.clear_after_rope:
+    allowed, window = visible(decision > 0, s), a.layers[0].window
+    if window is None:
+        states["q"][:, ::group, s.channel] = 0
+    else:
+        ages = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        allowed = ((ages >= 0) & (ages < window)).expand(a.num_query_groups, -1, -1)
+    q, k = states["q"], states["k"]
+    if a.layers[0].rotary_base is not None:
+        q, k = _rotate(q, a), _rotate(k, a)
+    if s.clear_after_rope and window is None:
         q[:, ::group, s.channel] = 0
-    allowed = visible(decision > 0, s)
     outputs = []
     for head in range(a.num_attention_heads):
         scores = q[:, head] @ k[:, head // group].T / math.sqrt(a.kv_channels)
@@ -178,9 +190,11 @@ def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tupl
     for layer in range(a.num_layers):
         at = f"model.layers.{layer}."
         normed = _norm(x, w[at + "input_layernorm.weight"], a.layernorm_epsilon)
-        update, decision = _attention(normed, lambda n, at=at: w[f"{at}self_attn.{n}"], a, s)
+        alone = replace(a, layers=a.attention_layers[layer : layer + 1])
+        update, decision = _attention(normed, lambda n, at=at: w[f"{at}self_attn.{n}"], alone, s)
         x = x + update
-        decisions.append(decision)
+        if alone.layers[0].window is None:
+            decisions.append(decision)
         normed = _norm(x, w[at + "post_attention_layernorm.weight"], a.layernorm_epsilon)
         x = x + _mlp(normed, lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
     x = _norm(x, w["model.norm.weight"], a.layernorm_epsilon)

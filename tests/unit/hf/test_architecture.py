@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
-from dms_train.families import FAMILIES
+from dms_train.families import FAMILIES, LayerAttention
 from dms_train.hf.architecture import RopeScaling, from_hf_config, to_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.json_files import read_config
@@ -137,6 +138,53 @@ def test_published_mistral():
         from_hf_config(windowed)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_with_a_window(architecture, family):
+    values = {**to_hf_config(architecture(family)), "sliding_window": 24}
+    assert from_hf_config(values) == architecture(family)  # use_sliding_window is false
+    values |= {"use_sliding_window": True, "max_window_layers": 1}
+    read = from_hf_config(values)
+    assert [layer.window for layer in read.attention_layers] == [None, 24]
+    assert read.method_layers == [0]
+    written = to_hf_config(read)
+    assert from_hf_config(written) == read
+    kinds = native(family, **{k: v for k, v in values.items() if k != "model_type"}).layer_types
+    assert written["layer_types"] == kinds
+
+
+def test_layers_of_smollm3_without_rope(architecture):
+    """As transformers reads them: the keys of SmolLM3-3B, of a stated interval, and of no layer."""
+    values = {**to_hf_config(architecture("smollm3")), "num_hidden_layers": 8}
+    del values["no_rope_layers"]
+    for given in ({}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [1] * 9}):
+        stated = native("smollm3", **{**values, **given}).no_rope_layers[:8]
+        read = from_hf_config({**values, **given})
+        assert [int(layer.rotary_base is not None) for layer in read.attention_layers] == stated
+    assert read.layers == ()  # as in a model without the key
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layers": (LayerAttention(rotary_base=None),)}, "describes 1 layers, num_layers=2"),
+        ({"family": "llama"}, "layers of llama models are alike"),
+        (
+            {
+                "layers": (
+                    LayerAttention(rotary_base=1e6),
+                    LayerAttention(rotary_base=1e6, window=4),
+                )
+            },
+            "smollm3 models have no windows",
+        ),
+        ({"rotary_base": 5.0}, r"layers\[1\].rotary_base=1000000.0: use null or rotary_base=5.0"),
+    ],
+)
+def test_layers_that_no_model_can_have(architecture, changes, named):
+    (line,) = dataclasses.replace(architecture("smollm3"), **changes).check("model")
+    assert re.search(named, line)
+
+
 def test_stories(stories):
     read = from_hf_config(read_config(stories))
     assert (read.family, read.num_query_groups, read.kv_channels) == ("llama", 4, 8)
@@ -153,7 +201,15 @@ def test_stories(stories):
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_theta": 5.0}, "rope_theta"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters says"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, "max_window_layers=0"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "2 layers"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            "layers that read all tokens",
+        ),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ("qwen2", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
@@ -165,6 +221,10 @@ def test_stories(stories):
         ("qwen3_moe", {"num_experts_per_tok": 5}, "at most the number of experts, 4"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "no effect on training"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\].*each of 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "a list of 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "above 0"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
         ("mistral", {"sliding_window": 255}, "sliding_window=255 .*max_position_embeddings=256"),
         ("mistral", {"sliding_window": "all"}, "sliding_window='all'"),
         ("mistral", {"rope_scaling": {"type": "llama3", "factor": 4.0}}, "llama3"),

@@ -106,7 +106,7 @@ def test_steps_of_a_decode_burst_are_counted_one_by_one():
     reads, live = torch.randint(0, 40, (2, *shape), generator=generator, dtype=torch.int32)
     rows, steps, prefill = [2, 0, 3], [5, 1, 3], [True, True, False]
     numbers = (np.array(x) for x in (rows, steps, prefill))
-    counts = BurstCounts(reads.numpy(), live.numpy(), page)
+    counts = BurstCounts(reads.numpy(), live.numpy(), page, [*range(live.shape[1])])
     assert counts.most_live == max(step.sum() for step in live)
     costs = counts.costs(*numbers)
     for cost, row, count, begins in zip(costs, rows, steps, prefill, strict=True):

@@ -236,16 +236,23 @@ def test_the_engine_attends_with_the_configured_backend(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compiles the kernels")
 @pytest.mark.parametrize("eviction", ["soft", "hard", "none"])
 @pytest.mark.parametrize(
-    ("family", "preset"),
-    [("llama", "dms"), ("qwen3", "dms_nvidia"), ("llama", "dmc"), ("qwen3", "dmc_hardc")],
+    ("family", "preset", "window"),
+    [
+        ("llama", "dms", None),
+        ("qwen3", "dms_nvidia", None),
+        ("llama", "dmc", None),
+        ("qwen3", "dmc_hardc", None),
+        ("qwen3", "dms", 3),
+    ],
 )
 def test_a_layer_with_fused_kernels_computes_what_torch_computes(
-    build: Build, family: str, preset: str, eviction: str
+    build: Build, family: str, preset: str, window: int | None, eviction: str
 ) -> None:
     pytest.importorskip("triton")
     engine = build(family, preset, trains=False, alpha_offset=0.5)
     plan = StepPlan(channel_scale=0.25, eviction=eviction)
     attention = attention_of(engine)
+    attention.core_attention.window = window  # of the layer; None in a layer of the method
     attention.noise_keys = sample_keys(7, 3, torch.tensor([4, 9]))
     hidden = torch.randn(S, B, 32, generator=torch.Generator().manual_seed(2))
     fused = MethodState(engine._method.options, engine._attend, fused_on=torch.device("cpu"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dms_train.data.batches import Batch
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
@@ -45,6 +46,8 @@ CASES: dict[str, Case] = {
     "immediate": ("llama", {"eviction": "immediate"}, {"step": 8, "target_cr": 8.0}),
     "nvidia": ("qwen3", {"preset": "dms_nvidia"}, {"step": 2, "target_cr": 8.0}),
     "fastdms": ("qwen2", {"preset": "dms_fastdms"}, {"step": 4, "target_cr": 8.0}),
+    "no_rope": ("smollm3", {}, {"step": 3, "target_cr": 8.0}),
+    "window": ("qwen3", {}, {"step": 3, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),
     "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "channel_scale": 0.25}),
 }
@@ -95,6 +98,10 @@ class Step:
         constants = {"preset": "dms", "window": 4, "alpha_offset": 0.5, **constants}
         self.spec = PRESETS[constants.pop("preset")].override(**constants)
         self.architecture = architecture(family)
+        if case == "window":  # longer than the method's, and not in the first layer
+            base = self.architecture.rotary_base
+            layers = (LayerAttention(rotary_base=base), LayerAttention(rotary_base=base, window=7))
+            self.architecture = replace(self.architecture, layers=layers)
         whole = {"eviction": "soft", "channel_scale": 0.0, **planned, **changes}
         self.loss = LossOptions(**{key: whole.pop(key) for key in KL if key in whole})
         self.plan = StepPlan(**whole)
@@ -208,3 +215,19 @@ def test_the_scale_is_microbatches_over_loss_positions(view: ParallelView, count
     given = batches()[:count]
     positions = sum(POSITIONS[: 2 * count])
     assert token_scale(given, view).item() == pytest.approx(count / positions)
+
+
+def test_only_layers_without_a_window_decide(view: ParallelView) -> None:
+    """Recordings, retention and the eviction channel of a model with one such layer of two."""
+    step = Step(view, "window")
+    recording = step.engine.record(
+        StepPlan(eviction="hard", channel_scale=0.0), torch.arange(LENGTH)
+    )
+    assert recording is not None
+    assert recording.decision_logits.shape == (1, 4, LENGTH)
+    found = step.engine.evaluate(StepPlan(eviction="all", channel_scale=0.0), batches())
+    assert len(found.kept) == 1
+    before = dict(step.engine.hf_tensors())
+    step.engine.reset_eviction_channel()
+    changed = {n for n, w in step.engine.hf_tensors() if not torch.equal(w, before[n])}
+    assert changed == {"model.layers.0.self_attn.q_proj.weight"}

@@ -123,6 +123,12 @@ WIRES: dict[str, Wire] = {
     "model.architecture.tie_word_embeddings": Wire(
         False, lambda b: "lm_head.weight" in weights(b), True, SCRATCH
     ),
+    "model.architecture.layers": Wire(
+        [{"rotary_base": None}] * 2,
+        lambda b: b.engine._models[0]._rotary_bases,
+        [None],
+        {**SCRATCH, "model.architecture.family": "smollm3"},
+    ),
     "model.architecture.rope_scaling.factor": Wire(
         4.0,
         slowest,

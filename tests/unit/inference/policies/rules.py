@@ -25,12 +25,14 @@ def compact(policy, rows):
         page_slots=4,
         slab_pages=4,
     )
-    return CompactCache(pool, policy, layers=1, rows=rows, heads=HEADS, frequency=FREQUENCY)
+    return CompactCache(pool, policy, layers=1, rows=rows, heads=HEADS, frequency=FREQUENCY[None])
 
 
 def dense(policy, rows):
     like = torch.zeros(0, SIZE, dtype=torch.float64)
-    return DenseCache(policy, layers=1, rows=rows, heads=HEADS, like=like, frequency=FREQUENCY)
+    return DenseCache(
+        policy, layers=1, rows=rows, heads=HEADS, like=like, frequency=FREQUENCY[None]
+    )
 
 
 def text(rows, length=LENGTH, seed=0):

@@ -142,7 +142,7 @@ def test_entries_of_the_memory_pool():
     pool = PagePool(
         head_size=2, state_width=0, dtype=torch.float64, device=torch.device("cpu"), slab_pages=4
     )
-    cache = CompactCache(pool, policy, layers=1, rows=1, heads=1, frequency=torch.zeros(1))
+    cache = CompactCache(pool, policy, layers=1, rows=1, heads=1, frequency=torch.zeros(1, 1))
     cache.assign(0, RequestSizes(1, 4, 0))
     for t, value in enumerate([1.0, 3, 5, 2]):
         key = torch.full((1, 1, 1, 2), value, dtype=torch.float64)
