@@ -133,7 +133,7 @@ def trace(
     )
     with _one_process(world_size, stage * (world_size // pp)):
         for layers in (1, 2):
-            small = replace(architecture, num_layers=layers * chunks)
+            small = replace(architecture, num_layers=layers * chunks, layers=())
             engine, names = _engine(replace(config, parallel=even), small)
             # every recorded step begins by gathering the weights that the one before it updated
             _step(engine, config, _batches(data.micro_batch_size, 2 * tp, pp), names)
