@@ -208,6 +208,8 @@ def _add_weight_gradient(inputs: Tensor, d_out: Tensor, weight_grad: Tensor) -> 
 
     `d_out` is [tokens, out], `inputs` [tokens, in].
     """
+    if not len(inputs):  # an expert without tokens
+        return
     if inputs.dtype == torch.float32:
         weight_grad.addmm_(d_out.t(), inputs)
     else:

@@ -111,6 +111,11 @@ def names() -> dict[str, str]:
         parallel_state.get_tensor_model_parallel_group(): "tensor",
         parallel_state.get_model_parallel_group(): "model",
     }
+    experts = {
+        parallel_state.get_expert_tensor_and_model_parallel_group(): "expert",
+        parallel_state.get_expert_data_parallel_group(): "data",
+    }
+    known = {**experts, **known}
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     if embedding is not None:  # the ranks of the first and the last stage
         known.setdefault(embedding, "embedding")
