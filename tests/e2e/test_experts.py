@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dms_train import LLM, SamplingParams
 from tests.support import launch, refusals
-from tests.support.configs import experts_of
+from tests.support.experts import experts_of
 
 
 def test_a_model_with_experts_is_retrofitted_exported_and_generates(tmp_path: Path) -> None:

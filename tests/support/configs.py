@@ -10,9 +10,9 @@ from dms_train.cli.config_source import CONF_DIR
 from dms_train.config.build import build
 from dms_train.config.resolve import resolved
 from dms_train.config.schema import RunConfig
-from dms_train.families import FAMILIES
-from dms_train.hf.architecture import Architecture, Experts
+from dms_train.hf.architecture import Architecture
 from dms_train.method.spec import PRESETS
+from tests.support.experts import experts_of
 
 MAPPING: dict[str, Any] = {
     "model": {"path": "some/model"},
@@ -54,13 +54,6 @@ def mapping(**changes: Any) -> dict[str, Any]:
 
 def config(**changes: Any) -> RunConfig:
     return resolved(build(mapping(**changes)))
-
-
-def experts_of(family: str) -> Experts | None:
-    """Four small experts in families that have them."""
-    if family not in FAMILIES or not FAMILIES[family].has_experts:
-        return None
-    return Experts(count=4, topk=2, ffn_hidden_size=24, normalize=True)
 
 
 def architecture(**changes: Any) -> Architecture:

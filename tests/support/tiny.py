@@ -9,7 +9,7 @@ from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from dms_train.method.documents import PackedDocuments
-from tests.support.configs import experts_of
+from tests.support.experts import experts_of
 
 VOCAB = 61
 LENGTH = 24

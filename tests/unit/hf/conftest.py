@@ -20,7 +20,7 @@ from dms_train.hf.tensors import expected_shapes
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
-from tests.support.configs import experts_of
+from tests.support.experts import experts_of
 
 Weights = dict[str, Tensor]
 
