@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from dms_train.export.writer import write_export
+from dms_train.families import LayerAttention
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.json_files import read_json, write_json
 from tests.unit.inference.conftest import small_spec, tiny_architecture, varied_weights
 
@@ -50,17 +53,30 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "own backend": ({"attention_backend": "FLASH_ATTN"}, {}, "it has an attention backend"),
 }
 
+_QWEN3 = tiny_architecture("qwen3")
+_GLOBAL, _LOCAL = (LayerAttention(rotary_base=_QWEN3.rotary_base, window=w) for w in (None, 8))
+UNSERVED = {
+    "experts": (tiny_architecture("qwen3_moe"), "mixtures of experts are not yet tested"),
+    "windows": (replace(_QWEN3, layers=(_GLOBAL, _LOCAL)), "it has layers with a sliding window"),
+}
 
-def write(path: Path, *, retrofitted: bool) -> Path:
-    a = tiny_architecture("qwen3")
+
+def write(
+    path: Path,
+    *,
+    retrofitted: bool,
+    a: Architecture = _QWEN3,
+    preset: str = "dms_fastdms",
+    export_format: str = "fastdms",
+) -> Path:
     write_export(
         path,
         architecture=a,
-        spec=small_spec("dms_fastdms") if retrofitted else None,
+        spec=small_spec(preset) if retrofitted else None,
         cr_factor=None,
         target_cr=2.0,
         dtype=torch.bfloat16,
-        export_format="fastdms",
+        export_format=export_format,
         weights=varied_weights(a, 0).items(),
         source_dir=None,
         selftest=None,
@@ -87,6 +103,8 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
         name: (export, options, environment) for name, (options, environment, _) in REFUSED.items()
     }
     others = {"export": export, "dense": dense, "plain": plain, "mislabelled": mislabelled}
+    as_dms = {"retrofitted": True, "preset": "dms", "export_format": "dms"}
+    others |= {name: write(folder / name, a=a, **as_dms) for name, (a, _) in UNSERVED.items()}
     cases |= {name: (path, {}, {}) for name, path in others.items()}
     architecture = {"hf_overrides": {"architectures": ["Qwen3ForCausalLMDMS"]}}
     cases["plain, overridden"] = (plain, architecture, {})
@@ -102,6 +120,13 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
 def test_an_option_is_refused_in_one_line(configured, name):
     error = configured[name]["error"]
     assert error.startswith(f"PluginError: a DMS model in vLLM: {REFUSED[name][2]}")
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_a_model_that_is_not_served_is_refused_in_one_line(configured, name):
+    error = configured[name]["error"]
+    assert error.startswith(f"PluginError: a DMS model in vLLM: {UNSERVED[name][1]}")
     assert "\n" not in error
 
 
