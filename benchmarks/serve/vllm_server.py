@@ -20,6 +20,7 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 SERVE = [*VLLM, "serve"]
 BENCH = [*VLLM, "bench", "serve"]
 _START_SECONDS = 900
+_END_SECONDS = 120
 
 
 class ServerError(Exception):
@@ -103,7 +104,11 @@ def _server(command: list[str], environment: Mapping[str, str], port: int) -> It
         yield
     finally:
         process.terminate()
-        process.wait(120)
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # it would keep the memory of the next server
+            process.wait()
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int) -> None:

@@ -137,7 +137,7 @@ TRACES: tuple[Column, ...] = (
     ("in flight", field("in_flight")),
     ("ms between tokens, p50 / p99", _between_tokens),
     ("s to the first token, mean", field("wait_s", ".2f")),
-    ("preemptions", field("preemptions")),
+    ("preemptions of all probes", field("preemptions")),
     ("measured at", measured_at),
 )
 SERVERS: tuple[Column, ...] = (
