@@ -367,10 +367,17 @@ class McoreEngine:
                     if parameter is not None and parameter.numel():
                         yield parameter
 
+    @contextlib.contextmanager
+    def _merged(self) -> Iterator[None]:
+        """Merge the adapters inside the block, after the updated weights have been gathered."""
+        optim.wait_for_param_gather(self._chunks)
+        with adapters.merged(self._models):
+            yield
+
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""
         self._method.set_plan(plan)
-        with adapters.merged(self._models):  # as the export computes
+        with self._merged():  # as the export computes
             return record(self._models, self._chunks, tokens, self._config, self.view)
 
     def hf_shards(
@@ -380,8 +387,7 @@ class McoreEngine:
 
         Adapters are merged. Every rank must exhaust the iterator; see `gathering.gather`.
         """
-        optim.wait_for_param_gather(self._chunks)
-        with adapters.merged(self._models):
+        with self._merged():
             yield from gathering.gather(
                 self._models, self.architecture, self.view, dtype=dtype, shard_bytes=shard_bytes
             )
@@ -438,7 +444,7 @@ class McoreEngine:
 
     def save_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Write the weights alone with adapters merged, in the same form; SaveError as `save`."""
-        with adapters.merged(self._models):
+        with self._merged():
             self._save(path, None, {**state, ADAPTERS: None})
             self._saver.finish(wait=True)
 
