@@ -96,7 +96,7 @@ def masters(engine: McoreEngine) -> list[Tensor]:
 def test_a_loaded_checkpoint_gives_its_fp32_weights(
     build: Build, train: str, with_masters: bool, tmp_path: Path
 ) -> None:
-    """Those that it lacks, because they were frozen or not saved, are the bf16 weights."""
+    """Expect the bf16 weights where it has none: weights that were frozen, or not saved."""
     trained = build("llama", "dms", "bf16", train=train)
     trained.begin_stage(replace(RATE, max_lr=1e-3, min_lr=1e-3))
     trained.train_step(StepPlan(loss="lm"), tiny.microbatches(0, 1))
