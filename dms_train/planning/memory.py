@@ -131,17 +131,23 @@ class PipelineStage:
     def experts(self) -> int:
         """Weights of experts on each of the stage's processes."""
         m = self.microbatch
-        ranks = m.tp * m.parallel.expert_model_parallel_size
-        return self.layers * self.vp * (expert_weights(m.architecture) // ranks)
+        return self.layers * self.vp * (expert_weights(m.architecture) // (m.tp * m.ep))
+
+    @property
+    def trained_experts(self) -> int:
+        """Weights of experts on each of the stage's processes that train."""
+        return self.experts if self.microbatch.trains_all else 0
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of data-parallel ranks that hold the same experts."""
+        return self.copies // self.microbatch.ep
 
     @property
     def updated(self) -> int:
         """Weights that this process updates, whose optimizer state it holds."""
-        m = self.microbatch
-        experts = self.experts if m.trains_all else 0
-        # fewer ranks hold the same experts, so each updates a larger share of them
-        holders = self.copies // m.parallel.expert_model_parallel_size
-        return (self.trained - experts) // self.copies + experts // holders
+        experts = self.trained_experts
+        return (self.trained - experts) // self.copies + experts // self.expert_copies
 
     @property
     def trained(self) -> int:
