@@ -53,5 +53,5 @@ def student_flops_per_token(
     weights = a.num_layers * layer_products(a) + a.vocab_size * a.hidden_size
     frozen = weights - trained_products(a, trainable, a.num_layers)
     count = adapters(a, trainable, method)
-    added = a.num_layers * (count.sharded + count.replicated)
+    added = count.parameters(a.num_layers, len(a.method_layers))
     return 3 * forward - 2 * frozen + 3 * 2 * added

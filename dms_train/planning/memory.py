@@ -112,6 +112,15 @@ class PipelineStage:
         return m.parallel.stage_layers(m.architecture.num_layers)[self.rank] // self.vp
 
     @property
+    def method_layers(self) -> int:
+        """Layers of all model chunks on which the method acts."""
+        m = self.microbatch
+        sizes = [size // self.vp for size in m.parallel.stage_layers(m.architecture.num_layers)]
+        first, total = sum(sizes[: self.rank]), sum(sizes)
+        own = range(first, first + self.layers)
+        return sum(layer % total in own for layer in m.architecture.method_layers)
+
+    @property
     def is_last(self) -> bool:
         """True if the stage has the output head."""
         return self.rank == self.pp - 1
@@ -164,7 +173,7 @@ class PipelineStage:
         """Parameters of adapters on each of the stage's processes."""
         m = self.microbatch
         count = trained.adapters(m.architecture, m.trainable, m.method)
-        return self.layers * self.vp * (count.sharded // m.tp + count.replicated)
+        return count.parameters(self.layers * self.vp, self.method_layers, m.tp)
 
     @property
     def unshared(self) -> int:
@@ -324,7 +333,7 @@ def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
     """Return the size of one checkpoint: all weights, and fp32 copy and moments of the trained."""
     width = 2 if config.parallel.params_dtype == "bf16" else _FP32
     count = trained.adapters(architecture, config.trainable, config.method)
-    added = architecture.num_layers * (count.sharded + count.replicated)
+    added = count.parameters(architecture.num_layers, len(architecture.method_layers))
     weights = parameter_count(architecture) + added
     updated = {
         "all": weights,
