@@ -225,7 +225,9 @@ def load_masters(path: Path, chunks: list[Any], optimizer: Any) -> None:
     A checkpoint has those that its run trained, or none. The moments of Adam and all other fp32
     weights stay as they are. `load` has checked the folder.
     """
-    stored = {key for key in _metadata(path).state_dict_metadata if key.startswith(Masters.KEY)}
+    # Megatron numbers the optimizers in keys where a model has several
+    keys = {key for key in _metadata(path).state_dict_metadata if Masters.KEY in key}
+    stored = {key.partition(Masters.KEY)[2]: key for key in keys}
     if not stored:
         return
     compat.create_optimizer_state(optimizer)
