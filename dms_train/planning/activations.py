@@ -165,8 +165,9 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
     statistics = 0
     mixed = rotated = m.query + 2 * m.key
     if m.architecture.qk_layernorm:
-        # q is copied out of the projection before its norm, k is a view
-        statistics = m.query + m.tokens * (heads + groups) * _FP32
+        # q is copied out of the projection before its norm (plain operations: where there are
+        # several KV heads), k is a view
+        statistics = m.query * (m.fused or groups > 1) + m.tokens * (heads + groups) * _FP32
     elif m.fused or m.method.replaces_values:
         mixed = 0  # split and rotated in one kernel, or not saved for the backward pass
     if (m.architecture.qk_layernorm or not m.fused) and not m.method.replaces_values:
@@ -217,7 +218,9 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     attention = attention_kernel(m)
     if recompute == "selective" and m.parallel.recomputes("core_attn"):
         attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
-    mlp = 0 if recompute == "selective" and m.parallel.recomputes("mlp") else mlp_kept(m)
+    mlp = mlp_kept(m)
+    if recompute == "selective" and m.parallel.recomputes("mlp"):
+        mlp = 0 if m.trains_all else m.residual  # its input, which `norms` counts if all train
     projected = _projected(m, recompute) + _adapted(m)
     return norms + projected + tables + decisions + attention + mlp
 
@@ -239,10 +242,12 @@ def _routing(m: Microbatch) -> int:
         return 0
     # the router's input in float32 takes the place of the norm's output
     router = m.own_tokens * m.architecture.hidden_size * (_FP32 - m.width)
-    # probabilities of all experts; probability and three indices of each chosen one
-    chosen = m.tokens * (_FP32 * experts.count + (_FP32 + 3 * _INT64) * experts.topk)
+    # probabilities of all experts, and two indices of each chosen one
+    chosen = m.tokens * (_FP32 * experts.count + 2 * _INT64 * experts.topk)
+    # probability and index of each chosen one before the tokens are gathered
+    chosen += m.own_tokens * (_FP32 + _INT64) * experts.topk
     # the product of an expert is kept before and after it is scaled
-    return router + chosen + m.routed + m.mlp_half
+    return m.trains_all * (router + m.routed) + chosen + m.mlp_half
 
 
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:

@@ -12,6 +12,7 @@ from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.limits import OneOf
+from dms_train.mcore.options import PLAIN_LORA
 from dms_train.planning import divide, layouts
 from dms_train.planning.gpus import GPUS
 from dms_train.planning.memory import needs_teacher
@@ -30,7 +31,12 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         ConfigError: One line for every problem. Sizes are checked only if each value is in its own
             range, and memory (where `cluster.gpu` is set) only if all other checks pass.
     """
-    problems = [*check_ranges(config, architecture), *_gpu_name(config), *_stages(config)]
+    problems = [
+        *check_ranges(config, architecture),
+        *_gpu_name(config),
+        *_adapters(config),
+        *_stages(config),
+    ]
     if not problems:
         problems = [
             *_divided(config, world_size, architecture),
@@ -49,6 +55,20 @@ def _gpu_name(config: RunConfig) -> Iterator[str]:
     refusal = OneOf(None, *GPUS).refusal(config.cluster.gpu)
     if refusal is not None:
         yield f"cluster.gpu={config.cluster.gpu}: {refusal}"
+
+
+def _adapters(config: RunConfig) -> Iterator[str]:
+    train = config.method.train
+    if config.lora != PLAIN_LORA and train != "lora":
+        yield (
+            f"lora: method.train={train} has no low-rank adapters; set method.train=lora, or leave "
+            "lora at its defaults"
+        )
+    if config.parallel.layers == "transformer_engine" and config.trainable.adapts:
+        yield (
+            f"parallel.layers=transformer_engine: the adapters of method.train={train} read norms "
+            "that Transformer Engine does not return; use parallel.layers=auto"
+        )
 
 
 def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:

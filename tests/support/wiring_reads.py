@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from dms_train.app.start_point import find_start
 from dms_train.hf.directory import WeightReader
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.layers.adapters import channel_adapters
 from dms_train.mcore.model.model import transformer_config
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.observe.state_files import StateFiles
@@ -89,9 +91,43 @@ def loss(name: str) -> Callable[[Built], Any]:
 
 def megatron(name: str) -> Callable[[Built], Any]:
     """Return an option of megatron's configuration, which its layers and schedules read."""
-    return lambda built: getattr(
-        transformer_config(refusals.architecture(), built.config.parallel), name
-    )
+
+    def read(built: Built) -> Any:
+        a = built.config.model.architecture or refusals.architecture()
+        return getattr(transformer_config(a, built.config.parallel), name)
+
+    return read
+
+
+def trained(built: Built) -> set[str]:
+    """Names of the modules with a weight that trains."""
+    parameters = built.engine._models[0].named_parameters()
+    return {name.split(".")[-2] for name, weight in parameters if weight.requires_grad}
+
+
+def lora_up(built: Built) -> dict[str, tuple[int, ...]]:
+    """Shape of the second matrix of each target's adapter in the first layer."""
+    attention = built.engine._models[0].decoder.layers[0].self_attention
+    return {
+        name.split("_")[-2]: tuple(weight.shape)
+        for name, weight in attention.named_parameters()
+        if name.endswith("_up")
+    }
+
+
+def lora_scale(built: Built) -> float:
+    """Factor on the product of the matrices of an adapter."""
+    projection = next(channel_adapters(built.engine._models))
+    with torch.no_grad():
+        projection.lora_q_down.fill_(1.0)
+        projection.lora_q_up.fill_(1.0)
+    rank = len(projection.lora_q_down)
+    before, after = projection.weight, projection.merged_tensors()["weight"]
+    return round(float((after - before)[1, 0]) / rank, 4)
+
+
+def mlp(built: Built) -> Any:
+    return built.engine._models[0].decoder.layers[0].mlp
 
 
 def frequencies(built: Built) -> Tensor:

@@ -22,6 +22,7 @@ from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.spec import PRESETS
 from dms_train.training.state import TrainState
 from tests.support import refusals
+from tests.support.experts import experts_of
 from tests.support.wiring import Assets, Built, Wire, leaves, missing_tests, option, uncovered
 from tests.support.wiring_reads import (
     EMBEDDING,
@@ -41,10 +42,13 @@ from tests.support.wiring_reads import (
     layers,
     llama3_frequency,
     loaded,
+    lora_scale,
+    lora_up,
     loss,
     losses,
     max_lr,
     megatron,
+    mlp,
     noise,
     other_embedding,
     patience,
@@ -59,6 +63,7 @@ from tests.support.wiring_reads import (
     spec,
     stages,
     tokens,
+    trained,
     training,
     weights,
 )
@@ -78,6 +83,13 @@ NVIDIA = {
     "model.architecture": {**SCRATCH["model.architecture"], "family": "qwen3"},
     "method": {**asdict(PRESETS["dms_nvidia"]), "window": 1024},
 }
+EXPERTS = {
+    **SCRATCH,
+    "model.architecture": asdict(
+        refusals.architecture(family="qwen3_moe", experts=experts_of("qwen3_moe"))
+    ),
+}
+LORA = {"method.train": "lora", "lora": {}}
 SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -130,6 +142,16 @@ WIRES: dict[str, Wire] = {
         [None],
         {**SCRATCH, "model.architecture.family": "smollm3"},
     ),
+    "model.architecture.experts.count": Wire(
+        6, lambda b: len(mlp(b).experts.local_experts), others=EXPERTS
+    ),
+    "model.architecture.experts.topk": Wire(3, lambda b: mlp(b).router.topk, others=EXPERTS),
+    "model.architecture.experts.ffn_hidden_size": Wire(
+        40, rows("layers.0.mlp.experts.0.up_proj.weight"), others=EXPERTS
+    ),
+    "model.architecture.experts.normalize": Wire(
+        False, lambda b: not mlp(b).config.moe_router_pre_softmax, others=EXPERTS
+    ),
     "model.architecture.rope_scaling.factor": Wire(
         4.0,
         slowest,
@@ -179,6 +201,10 @@ WIRES: dict[str, Wire] = {
             ("heads", "shared"),
         )
     },
+    "method.train": Wire("attention", trained, {"linear_qkv", "linear_proj"}),
+    "lora.rank": Wire(3, lambda b: lora_up(b)["o"][1], others=LORA),
+    "lora.alpha": Wire(8.0, lora_scale, 0.5, LORA),
+    "lora.targets": Wire(["q", "o"], lambda b: set(lora_up(b)), {"q", "o"}, LORA),
     "method.budget": Wire(64, spec("budget"), others=TRIM_KV),
     "method.capacity_weight": Wire(0.5, training("capacity_weight"), others=TRIM_KV),
     "method.alpha_in_loss": Wire("hard_st", training("alpha_in_loss")),
@@ -263,6 +289,9 @@ WIRES: dict[str, Wire] = {
         3,
         megatron("num_layers_in_last_pipeline_stage"),
         others={"parallel.pipeline_model_parallel_size": 2},
+    ),
+    "parallel.expert_model_parallel_size": Wire(
+        2, megatron("expert_model_parallel_size"), others=EXPERTS
     ),
     "parallel.layers": Wire("transformer_engine", layers, "parallel.layers=transformer_engine"),
     "parallel.distributed_timeout_minutes": Wire(4.0, patience, 120.0),
