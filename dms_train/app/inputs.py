@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dms_train.app.start_point import StartPoint
+from dms_train.app.start_point import StartPoint, described_model
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import bin_hashes, check_hash, file_sha256, idx_hashes, read_manifest
@@ -23,7 +23,7 @@ from dms_train.mcore.errors import CheckpointError
 from dms_train.mcore.groups import ParallelView
 from dms_train.observe import log
 
-_DATA, _MODEL, _ARCHITECTURE = "data_sha256", "model_sha256", "architecture"
+_DATA, _MODEL = "data_sha256", "model_sha256"
 _SHOWN = 12  # digits of a hash
 _LARGE_BYTES = 10**9  # reading them takes a second or more
 _FIX = "restore it, or choose another run.dir to start again"
@@ -61,15 +61,17 @@ def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
     if not start.resumes:
         return
     recorded = _recorded(start, _DATA)
-    for prefix, now, before in zip(prefixes, _data_hashes(prefixes), recorded, strict=True):
-        if now != before:
-            raise _refusal(f"data.paths={prefix}: this is not the data", now, before, start)
-    was = _recorded(start, _ARCHITECTURE)
+    for prefix, now, hashed in zip(prefixes, _data_hashes(prefixes), recorded, strict=True):
+        if now != hashed:
+            raise _refusal(f"data.paths={prefix}: this is not the data", now, hashed, start)
+    assert start.student is not None
+    trained, _ = described_model(start.student, read_state(start.student))
+    before = asdict(trained)
     for key, value in asdict(start.architecture).items():
-        if was.get(key) != value:
+        if before[key] != value:
             raise ConfigError(
                 f"model.path={start.model_dir}: its config.json says {key}={value}, "
-                f"{start.student} was trained with {was.get(key)}; {_FIX}"
+                f"{start.student} was trained with {before[key]}; {_FIX}"
             )
 
 

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dms_train.app import inputs, run_folder
 from dms_train.config.schema import RunConfig
 from dms_train.hf.formats import read_format
 from dms_train.mcore import compat
 from dms_train.mcore.errors import CheckpointError
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.sharing import SharedTeacher
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.method.dmc.attention import DMCLayer
 from dms_train.method.dms.attention import DMSLayer
@@ -458,6 +461,25 @@ def test_a_checkpoint_with_other_adapters_is_refused_before_a_model_is_built(
         with pytest.raises(CheckpointError, match=refusal):
             _ = built(**load, **changes).prepared
     assert built(**load, **lora).prepared.start.student == student
+
+
+def test_a_later_job_resumes_a_student_with_frozen_weights(
+    built: Callable[..., Built], view: ParallelView, tmp_path: Path
+) -> None:
+    changes = {"run.dir": str(tmp_path / "run"), "method.train": "lora"}
+    first = built(**changes)
+    run_folder.write(first.config, is_main_rank=True)
+    saver = first.components.saver
+    recorded = inputs.record(first.config.data.paths, first.assets.model, view)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000001"
+    saver.engine.save(newest, {**TrainState(step=1).to_dict(), **saver.provenance, **recorded})
+    later = built(**changes)
+    assert later.prepared.start.resumes
+    assert later.prepared.start.student == newest
+    found, expected = dict(later.engine.hf_tensors()), dict(first.engine.hf_tensors())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # the original is shared, not loaded a second time
+    assert isinstance(later.engine._models[0].teacher, SharedTeacher)
 
 
 def test_every_option_has_a_test() -> None:
