@@ -37,6 +37,16 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
         yield f"data.seq_length={length}: sequence parallelism needs a multiple of {tp}; change it"
     yield from _split_layers(parallel, architecture.num_layers)
     yield from _split_experts(parallel, architecture)
+    pp, has_windows = (
+        parallel.pipeline_model_parallel_size,
+        any(layer.window for layer in architecture.attention_layers),
+    )
+    # the optimizer of a stage without trained weights cannot be saved
+    if config.method.train == "channel" and has_windows and pp > 1:
+        yield (
+            f"parallel.pipeline_model_parallel_size={pp}: layers with a sliding window train "
+            "nothing with method.train=channel; use 1 or method.train=lora"
+        )
 
 
 def _split_experts(parallel: ParallelOptions, architecture: Architecture) -> Iterator[str]:

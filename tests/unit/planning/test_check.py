@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from dms_train.config.build import ConfigError
-from dms_train.families import FAMILIES
+from dms_train.families import FAMILIES, LayerAttention
 from dms_train.hf.architecture import Experts
+from dms_train.planning import divide
 from dms_train.planning.check import check
 from tests.support import configs
 
@@ -282,3 +283,12 @@ def test_layouts_that_do_not_fit_experts(world_size, family, changes, expected):
 
 def test_all_problems_of_a_kind_are_listed_at_once():
     assert len(problems(optim__lr=0.0, run__seed=-1, stage__run=["x"])) == 3
+
+
+def test_stages_without_trained_weights_are_refused():
+    full, local = (LayerAttention(rotary_base=1e4, window=window) for window in (None, 8))
+    a = configs.architecture(family="qwen2", layers=(full, full, local, local))
+    parallel = {"pipeline_model_parallel_size": 2}
+    for train, lines in (("channel", 1), ("lora", 0)):
+        config = configs.config(method__train=train, parallel=parallel)
+        assert len(list(divide.problems(config, 2, a))) == lines
