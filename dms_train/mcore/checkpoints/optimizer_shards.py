@@ -10,7 +10,7 @@ grid. Checkpoints of the two forms are read alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -79,15 +79,24 @@ class Masters:
 
     KEY = "optimizer.state.param."
 
-    def __init__(self, optimizer: Any, models: dict[str, Any]) -> None:
-        """Take the optimizer, whose state exists, and the sharded entries of the model chunks."""
+    def __init__(self, optimizer: Any, models: dict[str, Any], stored: Mapping[str, str]) -> None:
+        """Take the weights that are in `stored`.
+
+        Args:
+            optimizer: The optimizer, whose state exists.
+            models: Sharded entries of the model chunks.
+            stored: Keys of the fp32 weights in the checkpoint by name of the parameter.
+        """
         self._tensors: dict[str, Tensor] = {}
         self.sharded: dict[str, ShardedTensorFactory] = {}
         for number, part in enumerate(compat.optimizer_parts(optimizer)):
             for index, (parameter, shard, first) in enumerate(_held(part, models)):
+                if shard.key not in stored:
+                    continue
                 name, run = f"{number}.{index}", compat.parameter_state(part, parameter)["param"]
                 self._tensors[name] = run
-                self.sharded[name] = _in_blocks("param", run, shard, first, is_loading=True)
+                factory = _in_blocks("param", run, shard, first, is_loading=True)
+                self.sharded[name] = replace(factory, key=stored[shard.key])
 
     def set(self, loaded: dict[str, Tensor]) -> None:
         """Copy what `dist_checkpointing.load` returned for `sharded`."""

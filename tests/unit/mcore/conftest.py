@@ -9,7 +9,7 @@ import pytest
 from dms_train.mcore import groups, runtime
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions, Trainable
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
 
@@ -32,6 +32,7 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
         dtype: str = "fp32",
         trains: bool = True,
         kernels: str = "auto",
+        train: str = "all",
         **changes: object,
     ) -> McoreEngine:
         base = PRESETS[preset]
@@ -44,6 +45,7 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
             seed=7,
             trains=trains,
             kernels=kernels,
+            trainable=Trainable(weights=train),
         )
         weights = tiny.small_channels(spec.kind)(architecture, 1, spec.channel)
         return McoreEngine(architecture, spec, view, options, weights)
