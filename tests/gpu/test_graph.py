@@ -15,7 +15,7 @@ from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions, Trainable
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -61,7 +61,12 @@ PLANS: dict[str, Callable[[int], StepPlan]] = {
 
 
 def build(
-    view: ParallelView, preset: str, dtype: str, mode: str, kernels: str = "auto"
+    view: ParallelView,
+    preset: str,
+    dtype: str,
+    mode: str,
+    kernels: str = "auto",
+    train: str = "all",
 ) -> McoreEngine:
     architecture = tiny.architecture(
         "qwen3", num_layers=2, kv_channels=64, max_position_embeddings=LENGTH
@@ -71,12 +76,14 @@ def build(
         optim=OptimOptions(lr=1e-3, weight_decay=0.05),
         seed=7,
         kernels=kernels,
+        trainable=Trainable(weights=train),
     )
     spec = PRESETS[preset].override(alpha_offset=1.0)  # decisions on both sides of the threshold
     if spec.window:
         spec = spec.override(window=16)
     engine = McoreEngine(architecture, spec, view, options, RandomWeights(architecture, 1, 0.2))
-    engine.attach_teacher(RandomWeights(architecture, 3, 0.2))
+    # with frozen weights the teacher is the student without adapters
+    engine.attach_teacher(RandomWeights(architecture, 3, 0.2) if train == "all" else None)
     engine.begin_stage(
         LearningRate(max_lr=1e-3, min_lr=1e-4, steps=STEPS, warmup_steps=2, style="cosine")
     )
@@ -132,6 +139,23 @@ def test_replayed_steps_are_those_of_eager_passes(
     assert replayed.loss_of_loaded == pytest.approx(eager.loss_of_loaded, rel=bar)
     losses = [step.loss for step in eager.steps]
     assert len({loss for loss in losses if math.isfinite(loss)}) == STEPS - 1  # other data each
+
+
+def test_replayed_steps_of_adapters_are_those_of_eager_passes(view: ParallelView) -> None:
+    runs = []
+    for mode in ("never", "always"):
+        engine = build(view, "dms", "fp32", mode, train="lora")
+        runs.append(
+            [engine.train_step(PLANS["retrofit"](n), batches(n)) for n in range(NOT_FINITE)]
+        )
+        assert captured(engine) == (mode == "always")
+    bar = BARS["fp32"]
+    for eager, replayed in zip(*runs, strict=True):
+        assert replayed.loss == pytest.approx(eager.loss, rel=bar, abs=1e-6)
+        assert replayed.alpha == pytest.approx(eager.alpha, rel=10 * bar)
+        assert replayed.grad_norm == pytest.approx(eager.grad_norm, rel=10 * bar)
+    losses = [step.loss for step in runs[0]]
+    assert len(set(losses)) == NOT_FINITE  # other data each
 
 
 def test_another_computation_gets_a_graph_of_its_own(view: ParallelView) -> None:
