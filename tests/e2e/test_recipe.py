@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from dms_train.app.start_point import find_start, with_student
 from dms_train.cli.config_source import compose
@@ -190,6 +191,34 @@ def test_a_killed_run_resumes_with_the_same_losses(folder: Path) -> None:
         killed(folder / f"killed-{kill_at}", kill_at, words)
     train(1, *words)
     assert rows(folder / "killed") == rows(folder / "whole")
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_a_killed_run_of_adapters_resumes_and_exports_the_same(folder: Path) -> None:
+    words = {
+        name: [
+            *retrofit(folder, name),
+            "parallel=single",
+            "method.train=lora",
+            "lora.rank=2",
+            "stage.zero_neuron.steps=2",
+            "stage.retrofit.target_cr=2",
+            "run.save_interval=2",
+        ]
+        for name in ("lora", "lora_killed")
+    }
+    train(1, *words["lora"])
+    killed(folder / "lora_pauses", 5, words["lora_killed"])
+    train(1, *words["lora_killed"])
+    assert rows(folder / "lora_killed") == rows(folder / "lora")
+    files = [folder / name / "exports/final/hf/model.safetensors" for name in words]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    original = load_file(folder / "pretrain/exports/final/hf/model.safetensors")
+    trained = load_file(files[0])
+    assert original.keys() == trained.keys()
+    changed = {name.split(".")[-2] for name in trained if (trained[name] != original[name]).any()}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def killed(pauses: Path, step: int, words: list[str]) -> None:
