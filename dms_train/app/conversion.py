@@ -18,7 +18,8 @@ from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.hf.typed import typed
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints import reading as checkpoint
-from dms_train.mcore.engine import ADAPTERS, McoreEngine, TrainEngineOptions
+from dms_train.mcore.checkpoints.state import ADAPTERS
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.model.weights import WeightSource
 from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
 from dms_train.method.base import MethodSpec

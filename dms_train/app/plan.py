@@ -87,7 +87,8 @@ def with_student(config: RunConfig) -> tuple[RunConfig, float]:
         return config, 1.0
     from dms_train.app import start_point  # needs torch
 
-    start = start_point.with_student(start_point.find_start(config), Path(config.run.load))
+    original, load = start_point.find_start(config), Path(config.run.load)
+    start = start_point.with_student(original, load, config.trainable)
     method = start_point.with_known_channel(config.method, start.spec)
     return replace(config, method=method), start.state.loaded_cr
 

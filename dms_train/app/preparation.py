@@ -52,8 +52,8 @@ def prepare(config: RunConfig) -> Prepared:
     rope_arguments(original.architecture)  # refuses RoPE scaling that megatron-core lacks
     start = run_folder.resume_point(config, original)
     if start is None:
-        load = config.run.load
-        start = original if load is None else with_student(original, Path(load))
+        load, trainable = config.run.load, config.trainable
+        start = original if load is None else with_student(original, Path(load), trainable)
         start.require(with_known_channel(config.method, start.spec).spec)
         _check_eviction_channel(config, start)
     spec = with_known_channel(config.method, start.spec).spec

@@ -14,9 +14,10 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.limits import AUTO
 from dms_train.mcore.checkpoints import reading as checkpoint
-from dms_train.mcore.checkpoints.state import STATE_FILE
+from dms_train.mcore.checkpoints.state import STATE_FILE, require_adapters
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import CheckpointError
+from dms_train.mcore.options import Trainable
 from dms_train.method.base import MethodOptions, MethodSpec
 from dms_train.method.spec import NewerSpecError, spec_from_dict
 from dms_train.observe import log
@@ -122,19 +123,26 @@ def _whole_model(directory: Path) -> Architecture:
     return architecture
 
 
-def with_student(start: StartPoint, student: Path) -> StartPoint:
+def with_student(start: StartPoint, student: Path, trainable: Trainable) -> StartPoint:
     """Replace the weights of `start` by those of `run.load`.
 
     A run folder stands for its newest whole checkpoint.
 
+    Args:
+        start: Start of the run without a student.
+        student: Run folder, checkpoint folder or Hugging Face directory.
+        trainable: Weights that the run trains; a checkpoint must have its adapters.
+
     Raises:
         ConfigError: There is no model of this architecture, or its retrofit was not finished.
-        CheckpointError: The checkpoint was not written by this program, or is damaged.
+        CheckpointError: The checkpoint was not written by this program, is damaged, or has other
+            adapters.
     """
     if (student / "checkpoints").is_dir():
         student = _newest_checkpoint(student)
     if (student / STATE_FILE).is_file():
         stored = checkpoint.check(student)
+        require_adapters(student, stored, trainable)
         position = TrainState.from_dict(stored)
         _require_whole_eviction_channel(student, position)
         architecture, trained = described_model(student, stored)

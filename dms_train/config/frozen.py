@@ -67,6 +67,9 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
             current.setdefault(target, {})
             _block(current, target)[new_name] = source.pop(name)
     _add_trained_weights(current)
+    architecture = _block(_block(current, "model"), "architecture")
+    if architecture:  # written when the layers of every model were alike
+        architecture.setdefault("layers", [])
     stage = _block(current, "stage")
     if isinstance(stage.get("run"), list):
         stage["run"] = [current_stage(n) if isinstance(n, str) else n for n in stage["run"]]

@@ -42,6 +42,7 @@ _DROPPED_KEYS = (
     "quantization_config",
     "compression_config",
     "quantization",
+    "layer_types",  # `to_hf_config` writes those of models with windows
 )
 
 

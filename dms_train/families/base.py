@@ -212,12 +212,21 @@ def _layer_kinds(config: Mapping[str, Any]) -> Any:
     return [_SLIDING if slides and layer >= full else _FULL for layer in layers]
 
 
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Return the window of `sliding_attention`; None if it holds the longest sequence."""
+    window: int = config.get("sliding_window", _WINDOW)
+    return window if window < config["max_position_embeddings"] else None
+
+
 def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:
     """Refuse windows that `WINDOWED_LAYERS` cannot read, and models without a global layer."""
     slides, layers = config.get("use_sliding_window"), config["num_hidden_layers"]
     if slides is not None and type(slides) is not bool:
         return Refusal("use_sliding_window", slides, "state true or false")
-    for key, default in (("sliding_window", _WINDOW), ("max_window_layers", _FULL_LAYERS)):
+    read = {"sliding_window": _WINDOW}
+    if config.get("layer_types") is None:
+        read["max_window_layers"] = _FULL_LAYERS
+    for key, default in read.items():
         value = config.get(key, default)
         if slides and (type(value) is not int or value < 1):
             return Refusal(key, value, "state a whole number above 0")
@@ -227,15 +236,14 @@ def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:
         return Refusal("layer_types", kinds, f"state {' or '.join(known)} for every layer")
     if len(kinds) != layers:
         return Refusal("layer_types", kinds, f"state one type for each of {layers} layers")
-    if _FULL not in kinds:
+    if _FULL not in kinds and _window(config) is not None:
         return Refusal("layer_types", kinds, "use a model with layers that read all tokens")
     return None
 
 
 def _read_windows(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
-    window = config.get("sliding_window", _WINDOW)
     return tuple(
-        LayerAttention(rotary_base=base, window=window if kind == _SLIDING else None)
+        LayerAttention(rotary_base=base, window=_window(config) if kind == _SLIDING else None)
         for kind in _layer_kinds(config)
     )
 

@@ -125,6 +125,11 @@ class Architecture:
             yield f"{path}.experts: does not fit family={self.family}; {fix}"
         if experts is not None and not 0 < experts.topk <= experts.count:
             yield f"{path}.experts.topk={experts.topk}: use 1 to count={experts.count}"
+        if experts is not None and experts.topk == 1 and experts.normalize:
+            yield (
+                f"{path}.experts.topk=1: the router has no effect on training with "
+                "normalize=true; use normalize=false or a larger topk"
+            )
         if experts is not None and experts.ffn_hidden_size <= 0:
             yield f"{path}.experts.ffn_hidden_size={experts.ffn_hidden_size}: use a number above 0"
 

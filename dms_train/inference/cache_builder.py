@@ -179,7 +179,7 @@ def _obstacle(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -
         return f"triton does not run on {options.device}"
     if options.page_slots & (options.page_slots - 1):
         return f"page_slots={options.page_slots} is not a power of two"
-    rule, name = find_kernel_rule(policy), type(policy).__name__
+    rule, name = find_kernel_rule(policy), f"policy={options.policy}"
     if isinstance(rule, str):
         return rule
     spec = model.spec
@@ -188,7 +188,9 @@ def _obstacle(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -
     if isinstance(rule, PageRule) and rule.page % options.page_slots:
         return f"{name} has pages of {rule.page} tokens, not a multiple of {options.page_slots}"
     if options.cache_dtype == "fp8" and not isinstance(rule, WindowRule | MergeRule):
-        return f"{name} stores no fp8"
+        windowed = isinstance(rule, LayeredRule)
+        stores = "models with sliding-window layers store" if windowed else f"{name} stores"
+        return f"{stores} no fp8; use cache_dtype=auto"
     return None
 
 

@@ -136,7 +136,7 @@ class ModelRunner:
         self.longest = longest_sequence(model.architecture, options)
         policy = build_policy(options.policy, options.policy_options, model.spec)
         layers = model.architecture.attention_layers
-        policy = with_windows(policy, [layer.window for layer in layers])
+        policy = with_windows(policy, options.policy, [layer.window for layer in layers])
         self.cache = build_cache(model, policy, options)
         rows = torch.arange(options.max_num_seqs, device=self._device)
         self.total = TotalMeter(self.cache, rows, model.architecture.method_layers)

@@ -41,9 +41,9 @@ def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
     """Return the jobs of a run in order.
 
     `prepare` checks the token files, and makes them if --prepare was given. `hf_to_megatron` makes
-    the checkpoint that training starts from. Then the stages of `stage.run` follow. An export is
-    always validated, whether or not `stage.run` names `validate_export`. Validation and tasks take
-    one node.
+    the checkpoint that training starts from, see `imports`. Then the stages of `stage.run` follow.
+    An export is always validated, whether or not `stage.run` names `validate_export`. Validation
+    and tasks take one node.
 
     Raises:
         ConfigError: A stage to skip does not exist, or the stages do not form a chain.
@@ -67,9 +67,14 @@ def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
 
 
 def imports(config: RunConfig) -> bool:
-    """Return whether training starts from a checkpoint that the chain makes."""
-    own = str(Path(config.run.dir) / START_FOLDER)
-    return config.model.path is not None and config.run.load in (None, own)
+    """Return whether training starts from a checkpoint that the chain makes.
+
+    A student with frozen weights reads `model.path` itself: it shares them with its teacher, and a
+    converted checkpoint has no adapters.
+    """
+    if config.model.path is None or config.method.train != "all":
+        return False
+    return config.run.load in (None, str(Path(config.run.dir) / START_FOLDER))
 
 
 def compresses(config: RunConfig) -> bool:

@@ -20,7 +20,8 @@ from dms_train.mcore import compat
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.checkpoints.saving import CheckpointSaver
-from dms_train.mcore.errors import CheckpointError, ModelError
+from dms_train.mcore.checkpoints.state import ADAPTERS
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters, fusions, retention
 from dms_train.mcore.layers import backend as layers
@@ -37,9 +38,6 @@ from dms_train.method.base import MethodOptions
 from dms_train.method.layer import method_layer
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
-
-# Key of a checkpoint's JSON state: its unmerged adapters, or None.
-ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +296,8 @@ class McoreEngine:
         self._method.set_options(options)
         self.spec = options.spec
         self._adapt_channel(channel)
-        if self._optimizer is not None:
+        # only adapters have changed; other fp32 weights may be more exact than the bf16 ones
+        if self._optimizer is not None and self._options.trainable.adapts:
             self._optimizer.reload_model_params()
 
     def channel_losses(self, channels: Iterable[int], batches: list[Batch]) -> list[float]:
@@ -369,10 +368,17 @@ class McoreEngine:
                     if parameter is not None and parameter.numel():
                         yield parameter
 
+    @contextlib.contextmanager
+    def _merged(self) -> Iterator[None]:
+        """Merge the adapters inside the block, after the updated weights have been gathered."""
+        optim.wait_for_param_gather(self._chunks)
+        with adapters.merged(self._models):
+            yield
+
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""
         self._method.set_plan(plan)
-        with adapters.merged(self._models):  # as the export computes
+        with self._merged():  # as the export computes
             return record(self._models, self._chunks, tokens, self._config, self.view)
 
     def hf_shards(
@@ -382,8 +388,7 @@ class McoreEngine:
 
         Adapters are merged. Every rank must exhaust the iterator; see `gathering.gather`.
         """
-        optim.wait_for_param_gather(self._chunks)
-        with adapters.merged(self._models):
+        with self._merged():
             yield from gathering.gather(
                 self._models, self.architecture, self.view, dtype=dtype, shard_bytes=shard_bytes
             )
@@ -440,7 +445,7 @@ class McoreEngine:
 
     def save_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Write the weights alone with adapters merged, in the same form; SaveError as `save`."""
-        with adapters.merged(self._models):
+        with self._merged():
             self._save(path, None, {**state, ADAPTERS: None})
             self._saver.finish(wait=True)
 
@@ -463,13 +468,13 @@ class McoreEngine:
                 first.
 
         Raises:
-            CheckpointError: See `checkpoint.verify` and `checkpoint.load`; also, the checkpoint has
-                other adapters than this engine.
+            CheckpointError: See `checkpoint.verify`, `checkpoint.load` and `require_adapters`.
             ModelError: The weights hold NaN or infinite numbers.
         """
         if not verified:
             checkpoint.verify(path, self.view)
-        self._require_adapters(path)
+        state = checkpoint_state.read_state(path)
+        checkpoint_state.require_adapters(path, state, self._options.trainable)
         optim.wait_for_param_gather(self._chunks)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         weights.require_finite(self._models, f"checkpoint {path}")
@@ -477,16 +482,7 @@ class McoreEngine:
             self._optimizer.reload_model_params()
             if self._config.bf16:  # fp32 weights are their own masters
                 checkpoint.load_masters(path, self._models, self._optimizer)
-        return checkpoint_state.read_state(path)
-
-    def _require_adapters(self, path: Path) -> None:
-        stored = checkpoint_state.read_state(path).get(ADAPTERS)
-        own = self._options.trainable.adapters()
-        if stored != own:
-            raise CheckpointError(
-                f"checkpoint {path}: it has the adapters {stored} and this run {own} "
-                "(method.train, lora); load an export of its run, whose adapters are merged"
-            )
+        return state
 
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by the weights of a Hugging Face directory."""

@@ -189,6 +189,15 @@ class Trainable:
         stated = {**asdict(self.lora), "targets": list(self.lora.targets)}
         return {"train": self.weights, **(stated if self.weights == "lora" else {})}
 
+    def overrides(self) -> str:
+        """Return the overrides that choose these weights, separated by spaces."""
+        words = [f"method.train={self.weights}"]
+        if self.weights == "lora":
+            targets = ",".join(self.lora.targets)
+            words += [f"lora.rank={self.lora.rank}", f"lora.alpha={self.lora.alpha:g}"]
+            words += [f"lora.targets=[{targets}]"]
+        return " ".join(words)
+
     @classmethod
     def of(cls, stated: dict[str, Any] | None) -> Trainable:
         """Invert `adapters`."""

@@ -81,6 +81,11 @@ class Microbatch:
         return self.parallel.tensor_model_parallel_size
 
     @property
+    def ep(self) -> int:
+        """Number of data-parallel ranks that share experts."""
+        return self.parallel.expert_model_parallel_size
+
+    @property
     def own_tokens(self) -> int:
         """Tokens whose residual stream lies on this rank."""
         return self.tokens // (self.tp if self.parallel.sequence_parallel else 1)

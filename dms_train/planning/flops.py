@@ -2,7 +2,8 @@
 
 The count holds the matrix products of the model's definition, with two operations for each
 multiplication and addition: projections, the vocabulary projection, and causal attention over all
-keys at or before the query. It leaves out embeddings, norms, recomputed layers and eviction.
+keys at or before the query. A layer with a window counts the keys in the window only. The count
+leaves out embeddings, norms, recomputed layers and eviction.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ def forward_flops_per_token(architecture: Architecture, seq_length: int) -> floa
     """Return the operations of one forward pass per token of samples of `seq_length` tokens."""
     a = architecture
     weights = a.num_layers * layer_products(a) + a.vocab_size * a.hidden_size
-    keys = (seq_length + 1) / 2  # mean over the queries of a sample
     # q k^T and the weighted sum of values
-    attention = a.num_layers * 2 * a.num_attention_heads * a.kv_channels * keys
+    heads = a.num_attention_heads * a.kv_channels
+    attention = a.num_layers * 2 * heads * mean_keys(a, seq_length)
     return 2 * (weights + attention)
+
+
+def mean_keys(architecture: Architecture, length: int) -> float:
+    """Return the mean number of keys of a query over all layers and a sample of `length` tokens."""
+    spans = [min(layer.window or length, length) for layer in architecture.attention_layers]
+    # query i, counted from 1, reads min(i, span) keys
+    return sum(span * (length - (span - 1) / 2) for span in spans) / (length * len(spans))
 
 
 def trained_products(architecture: Architecture, trainable: Trainable, layers: int) -> int:
@@ -45,5 +53,5 @@ def student_flops_per_token(
     weights = a.num_layers * layer_products(a) + a.vocab_size * a.hidden_size
     frozen = weights - trained_products(a, trainable, a.num_layers)
     count = adapters(a, trainable, method)
-    added = a.num_layers * (count.sharded + count.replicated)
+    added = count.parameters(a.num_layers, len(a.method_layers))
     return 3 * forward - 2 * frozen + 3 * 2 * added

@@ -112,6 +112,15 @@ class PipelineStage:
         return m.parallel.stage_layers(m.architecture.num_layers)[self.rank] // self.vp
 
     @property
+    def method_layers(self) -> int:
+        """Layers of all model chunks on which the method acts."""
+        m = self.microbatch
+        sizes = [size // self.vp for size in m.parallel.stage_layers(m.architecture.num_layers)]
+        first, total = sum(sizes[: self.rank]), sum(sizes)
+        own = range(first, first + self.layers)
+        return sum(layer % total in own for layer in m.architecture.method_layers)
+
+    @property
     def is_last(self) -> bool:
         """True if the stage has the output head."""
         return self.rank == self.pp - 1
@@ -131,17 +140,23 @@ class PipelineStage:
     def experts(self) -> int:
         """Weights of experts on each of the stage's processes."""
         m = self.microbatch
-        ranks = m.tp * m.parallel.expert_model_parallel_size
-        return self.layers * self.vp * (expert_weights(m.architecture) // ranks)
+        return self.layers * self.vp * (expert_weights(m.architecture) // (m.tp * m.ep))
+
+    @property
+    def trained_experts(self) -> int:
+        """Weights of experts on each of the stage's processes that train."""
+        return self.experts if self.microbatch.trains_all else 0
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of data-parallel ranks that hold the same experts."""
+        return self.copies // self.microbatch.ep
 
     @property
     def updated(self) -> int:
         """Weights that this process updates, whose optimizer state it holds."""
-        m = self.microbatch
-        experts = self.experts if m.trains_all else 0
-        # fewer ranks hold the same experts, so each updates a larger share of them
-        holders = self.copies // m.parallel.expert_model_parallel_size
-        return (self.trained - experts) // self.copies + experts // holders
+        experts = self.trained_experts
+        return (self.trained - experts) // self.copies + experts // self.expert_copies
 
     @property
     def trained(self) -> int:
@@ -158,7 +173,7 @@ class PipelineStage:
         """Parameters of adapters on each of the stage's processes."""
         m = self.microbatch
         count = trained.adapters(m.architecture, m.trainable, m.method)
-        return self.layers * self.vp * (count.sharded // m.tp + count.replicated)
+        return count.parameters(self.layers * self.vp, self.method_layers, m.tp)
 
     @property
     def unshared(self) -> int:
@@ -318,7 +333,7 @@ def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
     """Return the size of one checkpoint: all weights, and fp32 copy and moments of the trained."""
     width = 2 if config.parallel.params_dtype == "bf16" else _FP32
     count = trained.adapters(architecture, config.trainable, config.method)
-    added = architecture.num_layers * (count.sharded + count.replicated)
+    added = count.parameters(architecture.num_layers, len(architecture.method_layers))
     weights = parameter_count(architecture) + added
     updated = {
         "all": weights,

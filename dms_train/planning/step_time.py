@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dms_train.planning import activations
 from dms_train.planning.activations import Microbatch
-from dms_train.planning.flops import trained_products
+from dms_train.planning.flops import mean_keys, trained_products
 from dms_train.planning.gpus import Calibration, Gpu
 from dms_train.planning.memory import PipelineStage, layer_products, mlp_products
 from dms_train.planning.pipeline import bubble
@@ -19,6 +19,7 @@ from dms_train.planning.trained import adapters
 
 _GPUS_PER_NODE = 8
 _TERA, _GIGA = 1e12, 1e9
+_FP32 = 4
 _ATTENTION_BACKWARD = 2.5  # in forward passes of the attention
 # Bytes a parameter that the update reads and writes: gradient, both moments, master weights.
 _UPDATE_BYTES = 28
@@ -117,7 +118,7 @@ def work_of(stage: PipelineStage) -> Work:
     matmul += 2 * stage.adapters * (forwards - m.distills + 2)
     matmul = m.tokens * (matmul + head * (2 + m.trains_all + m.distills))
     attention = layers * 4 * a.num_attention_heads / m.tp * a.kv_channels
-    attention *= m.tokens * (m.length + 1) / 2
+    attention *= m.tokens * mean_keys(a, m.length)
     passes = forwards + m.parallel.recomputes("core_attn") + _ATTENTION_BACKWARD
     kept = layers * activations.layer(m, None) + activations.head_kept(m) * stage.is_last
     repeated = layers * activations.mlp_kept(m) * m.parallel.recomputes("mlp")
@@ -134,16 +135,17 @@ def work_of(stage: PipelineStage) -> Work:
 
 def _communication(stage: PipelineStage) -> tuple[float, float]:
     """Return the bytes that a process sends in a step, to its node and to other nodes."""
-    sent, ranks = sent_bytes(stage), stage.microbatch.tp
+    sent, tp = sent_bytes(stage), stage.microbatch.tp
+    world_size = tp * stage.copies * stage.pp
     near, far = 0.0, 0.0
     # a group lies within a node if all ranks up to its last one do
-    for size, factor in (
-        (sent.tensor, 1),
-        (sent.data, stage.copies),
-        (sent.pipeline, stage.pp),
-        (sent.embedding, 1),
+    for size, ranks in (
+        (sent.tensor, tp),
+        (sent.expert, tp * stage.microbatch.ep),
+        (sent.data, tp * stage.copies),
+        (sent.pipeline, world_size),
+        (sent.embedding, world_size),
     ):
-        ranks *= factor
         if ranks > _GPUS_PER_NODE:
             far += size
         else:
@@ -155,13 +157,15 @@ class SentBytes(NamedTuple):
     """Bytes that a process sends in a step, by the kind of group.
 
     Attributes:
-        tensor: Around the products of layers, embedding and head.
+        tensor: Around the products of layers, embedding and head, without those of experts.
+        expert: Hidden states and router probabilities, among the ranks that share experts.
         data: Gradients in fp32 and updated weights.
         pipeline: Stage tensors and their gradients.
         embedding: Gradient in fp32 of tied weights, which the first and last stage add up.
     """
 
     tensor: float
+    expert: float
     data: float
     pipeline: float
     embedding: float
@@ -169,18 +173,26 @@ class SentBytes(NamedTuple):
 
 def sent_bytes(stage: PipelineStage) -> SentBytes:
     """Count what the collectives of a step send; `dms-plan --trace` lists them one by one."""
-    m, copies = stage.microbatch, stage.copies
-    parts = stage.layers * stage.vp * (_layer_parts(m) + _adapter_parts(m))
+    m, layers = stage.microbatch, stage.layers * stage.vp
+    parts = layers * (_layer_parts(m) + _adapter_parts(m))
     parts += (stage.rank == 0) * _embedding_parts(m) + stage.is_last * _head_parts(m)
     chunks = 2 * stage.vp - (stage.rank == 0) - stage.is_last
+    experts = stage.trained_experts
+    trained = _ring(stage.trained - experts, stage.copies) + _ring(experts, stage.expert_copies)
     return SentBytes(
-        tensor=stage.microbatches * parts * m.gathered * (m.tp - 1) / m.tp,
-        data=stage.trained * (4 + m.width) * (copies - 1) / copies,
+        tensor=stage.microbatches * _ring(parts * m.gathered, m.tp),
+        expert=stage.microbatches * _ring(layers * _routed_bytes(m), m.tp * m.ep),
+        data=trained * (_FP32 + m.width),
         pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
         embedding=stage.shared_table
         * 4.0
         * m.trains_all,  # an all-reduce of two ranks sends the tensor once
     )
+
+
+def _ring(size: float, ranks: int) -> float:
+    """Return what a rank sends of a tensor of `size` in a gather or scatter."""
+    return size * (ranks - 1) / ranks
 
 
 def _forwards(m: Microbatch) -> int:
@@ -189,10 +201,29 @@ def _forwards(m: Microbatch) -> int:
 
 def _layer_parts(m: Microbatch) -> int:
     """Count the gathers and scatters of a layer; an all-reduce is one of each."""
-    # both products of attention and MLP; with sequence parallelism the inputs of the
-    # column-parallel ones are gathered again for their weights' gradients
-    again = {"all": 2, "attention": 1}.get(m.trainable.weights, 0) * m.parallel.sequence_parallel
-    return 4 * (_forwards(m) + 1) + again + 2 * m.parallel.recomputes("mlp")
+    # attention and MLP, each between a gather and a scatter; `_routed_bytes` counts experts
+    blocks = 2 if m.architecture.experts is None else 1
+    # with sequence parallelism the inputs of the column-parallel products are gathered again for
+    # their weights' gradients
+    again = {"all": blocks, "attention": 1}.get(m.trainable.weights, 0)
+    again *= m.parallel.sequence_parallel
+    return 2 * blocks * (_forwards(m) + 1) + again + 2 * m.parallel.recomputes("mlp")
+
+
+def _routed_bytes(m: Microbatch) -> int:
+    """Count the bytes of the tensors that a layer's experts gather and scatter in one microbatch.
+
+    Every rank that shares the experts gathers the hidden states of all tokens, and scatters the
+    sums of its experts' outputs.
+    """
+    experts = m.architecture.experts
+    if experts is None:
+        return 0
+    # router probabilities and outputs are in float32
+    hidden = m.architecture.hidden_size * (m.width + _FP32)
+    passes = (_forwards(m) + 1) * (hidden + experts.count * _FP32)
+    choices = _forwards(m) * experts.count  # one byte each, without a gradient
+    return m.tokens * m.ep * (passes + choices)
 
 
 def _adapter_parts(m: Microbatch) -> float:

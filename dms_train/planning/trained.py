@@ -14,7 +14,8 @@ class Adapters(NamedTuple):
 
     Attributes:
         sharded: Parameters that tensor parallelism divides.
-        replicated: Parameters that every tensor-parallel rank holds.
+        replicated: Parameters that every tensor-parallel rank holds, without those of channels.
+        channel: Parameters of the eviction channels, which every tensor-parallel rank holds.
         inner: Rows of the narrow products: ranks of the targets on the q, k, v projection, and
             rows of the eviction channels.
         channels: Rows of the eviction channels.
@@ -22,8 +23,13 @@ class Adapters(NamedTuple):
 
     sharded: int = 0
     replicated: int = 0
+    channel: int = 0
     inner: int = 0
     channels: int = 0
+
+    def parameters(self, layers: int, method_layers: int, tp: int = 1) -> int:
+        """Return the parameters of `layers` layers on a rank; the method acts on some of them."""
+        return layers * (self.sharded // tp + self.replicated) + method_layers * self.channel
 
 
 def attention_weights(a: Architecture) -> int:
@@ -33,7 +39,7 @@ def attention_weights(a: Architecture) -> int:
 
 
 def adapters(a: Architecture, trainable: Trainable, method: MethodSpec) -> Adapters:
-    """Count the adapters of a layer; all are 0 for `all` and `attention`."""
+    """Count the adapters of a layer with decisions; all are 0 for `all` and `attention`."""
     if not trainable.adapts:
         return Adapters()
     rank, h = trainable.lora.rank, a.hidden_size
@@ -41,11 +47,11 @@ def adapters(a: Architecture, trainable: Trainable, method: MethodSpec) -> Adapt
     outputs = {"q": query, "k": key, "v": key}
     own = [outputs[target] for target in trainable.targets if target in outputs]
     rows = a.num_query_groups * method.channels(a.num_attention_heads // a.num_query_groups)
-    inner = rank * len(own) + rows
     with_output = "o" in trainable.targets
     return Adapters(
         sharded=rank * (sum(own) + (query if with_output else 0)),
-        replicated=inner * h + (rank * h if with_output else 0) + (rows if a.add_qkv_bias else 0),
-        inner=inner,
+        replicated=rank * h * (len(own) + with_output),
+        channel=rows * (h + a.add_qkv_bias),
+        inner=rank * len(own) + rows,
         channels=rows,
     )

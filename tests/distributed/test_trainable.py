@@ -30,7 +30,7 @@ CASES = [("lora", "qwen2", layout) for layout in LAYOUTS]
 CASES += [("lora", "llama", "dp2"), ("lora", "llama", "pp2")]  # one table on both stages
 CASES += [("channel", "qwen2", layout) for layout in ("dp2", "tp2", "tp2_sp")]
 CASES += [("attention", "qwen2", layout) for layout in ("dp2", "tp2_sp", "pp2")]
-SAVED = "tp2"
+SAVED, MERGED = "tp2", "dp2"
 RATE = LearningRate(max_lr=1e-2, min_lr=1e-2, steps=3, warmup_steps=0, style="constant")
 
 
@@ -67,6 +67,17 @@ def keep(engine: McoreEngine, path: Path) -> None:
         save_file(tensors, path)
 
 
+def record_twice(engine: McoreEngine, path: Path) -> None:
+    """Record logits while updated weights are still gathered, and again when all are there."""
+    plan = StepPlan(step=2, stage_step=2, eviction="none", channel_scale=0.0, target_cr=1.0)
+    found = []
+    for _ in range(2):
+        found.append(engine.record(plan, torch.arange(tiny.LENGTH)))
+        list(engine.hf_tensors())
+    if found[0] is not None:
+        save_file({"first": found[0].logits, "second": found[1].logits}, path)
+
+
 def work(out: Path) -> None:
     for train_, family, layout in CASES:
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
@@ -74,7 +85,11 @@ def work(out: Path) -> None:
         train(engine, 0, 2)
         if (train_, family, layout) == ("lora", "qwen2", SAVED):
             engine.save(out / "checkpoint", {})
+        if (train_, family, layout) == ("lora", "qwen2", MERGED):
+            record_twice(engine, out / "recorded")
         train(engine, 2, 3)
+        if (train_, family, layout) == ("lora", "qwen2", MERGED):
+            engine.save_weights(out / "weights", {})
         keep(engine, out / f"{train_}-{family}-{layout}")
         groups.stop(keep_process_group=True)
     for layout in ("dp2", "pp2"):
@@ -84,6 +99,9 @@ def work(out: Path) -> None:
         train(engine, 2, 3)
         keep(engine, out / f"resumed-{layout}")
         groups.stop(keep_process_group=True)
+    engine = build(groups.start(ParallelOptions(), seed=1), "all", "qwen2", "dp2")
+    engine.load(out / "weights", with_optimizer=False)
+    keep(engine, out / "weights_alone")
     groups.stop()
 
 
@@ -119,3 +137,10 @@ def test_layouts_export_the_same_model(out: Path, case: tuple[str, str, str]) ->
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_a_checkpoint_continues_in_another_layout(out: Path, layout: str) -> None:
     assert difference(out / f"resumed-{layout}", out / f"lora-qwen2-{SAVED}") < 2e-6
+
+
+def test_adapters_are_merged_with_gathered_weights(out: Path) -> None:
+    """Two data-parallel ranks gather the weights that a step has updated when they are read."""
+    assert difference(out / "weights_alone", out / f"lora-qwen2-{MERGED}") == 0
+    recorded = load_file(out / "recorded")
+    assert torch.equal(recorded["first"], recorded["second"])

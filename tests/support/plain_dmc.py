@@ -7,6 +7,7 @@ and one over the tokens of every slot. Shape letters are those of that module.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,8 @@ def forward(
         prefix = f"model.layers.{layer}."
         own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         normed = _rms_norm(hidden, own["input_layernorm.weight"], a)
-        attended, found = _attention(a, spec, plan, own, normed, noise[layer])
+        alone = replace(a, layers=a.attention_layers[layer : layer + 1])
+        attended, found = _attention(alone, spec, plan, own, normed, noise[layer])
         hidden = hidden + attended
         decided.append(found)
         normed = _rms_norm(hidden, own["post_attention_layernorm.weight"], a)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dms_train.app import collectives
 from dms_train.config.schema import RunConfig
-from dms_train.hf.architecture import Architecture
+from dms_train.hf.architecture import Architecture, Experts
 from dms_train.planning.memory import stages_of
 from dms_train.planning.step_time import sent_bytes
 from tests.support import configs
@@ -33,12 +33,18 @@ LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
     "dp16": (1, 1, None, False, None),
     "tied_tp2_pp4": (2, 4, None, True, None),
     "tied_dp16": (1, 1, None, False, None),
+    "ep2": (1, 1, None, False, None),
+    "tp2_ep2_full": (2, 1, None, True, "full"),
 }
+# Ranks that share experts, in the layouts of a model with experts.
+EXPERT_RANKS = {"ep2": 2, "tp2_ep2_full": 2}
+EXPERTS = Experts(count=16, topk=2, ffn_hidden_size=64, normalize=True)
 
 
 def architecture(layout: str) -> Architecture:
     """The small model, with tied weights if the layout's name says so."""
-    return configs.architecture(**SIZES, tie_word_embeddings=layout.startswith("tied"))
+    experts = {"family": "qwen3_moe", "experts": EXPERTS} if layout in EXPERT_RANKS else {}
+    return configs.architecture(**SIZES, **experts, tie_word_embeddings=layout.startswith("tied"))
 
 
 def config(layout: str, **changes: Any) -> RunConfig:
@@ -49,6 +55,7 @@ def config(layout: str, **changes: Any) -> RunConfig:
         parallel__pipeline_model_parallel_size=pp,
         parallel__virtual_pipeline_model_parallel_size=vp,
         parallel__num_layers_in_first_pipeline_stage=5 if layout.startswith("uneven") else None,
+        parallel__expert_model_parallel_size=EXPERT_RANKS.get(layout, 1),
         parallel__sequence_parallel=sequence,
         parallel__recompute_granularity="selective" if recompute == "mlp" else recompute,
         parallel__recompute_modules=("mlp" if recompute == "mlp" else "core_attn",),

@@ -165,7 +165,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
     spec = read_spec(checked.directory)
     policy = build_policy(checked.engine.policy, checked.engine.policy_options, spec)
     layers = read_architecture(checked.directory).attention_layers
-    policy = with_windows(policy, [layer.window for layer in layers])
+    policy = with_windows(policy, checked.engine.policy, [layer.window for layer in layers])
     config = {
         "task": _task_config(options),
         "documents": {"count": len(documents), "sha256": fingerprint(documents)},

@@ -141,7 +141,8 @@ def _assign(
             if stored not in known:
                 raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
         tensors = [_converted(reader, stored, dtype, device) for stored in sources]
-        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors).view(weight.shape)
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        weights[name] = whole.view(weight.shape)
     if architecture.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)

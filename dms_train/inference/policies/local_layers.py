@@ -14,6 +14,7 @@ class LocalLayers(CachePolicy):
 
     Args:
         policy: Policy of the layers without a window.
+        name: Its name in the options.
         windows: Tokens that a query reads in each layer, its own included; None for all.
 
     Raises:
@@ -22,11 +23,11 @@ class LocalLayers(CachePolicy):
 
     evicts_prompt_only = False  # a window that is wider than the policy's drops prompt tokens later
 
-    def __init__(self, policy: CachePolicy, windows: list[int | None]) -> None:
+    def __init__(self, policy: CachePolicy, name: str, windows: list[int | None]) -> None:
         rule = find_kernel_rule(policy)
         if not isinstance(rule, WindowRule):
             raise InferenceError(
-                f"{type(policy).__name__} does not support models with sliding-window layers; use "
+                f"policy={name}: does not support models with sliding-window layers; use "
                 "policy=auto, window or keep_all"
             )
         self._policy, self._windows, self._rule = policy, windows, rule
@@ -51,6 +52,6 @@ class LocalLayers(CachePolicy):
         return at[:, None, :, None] - slots.position[:, :, None, :] >= window
 
 
-def with_windows(policy: CachePolicy, windows: list[int | None]) -> CachePolicy:
+def with_windows(policy: CachePolicy, name: str, windows: list[int | None]) -> CachePolicy:
     """Return the policy itself if no layer has a window, otherwise `LocalLayers`."""
-    return LocalLayers(policy, windows) if any(windows) else policy
+    return LocalLayers(policy, name, windows) if any(windows) else policy

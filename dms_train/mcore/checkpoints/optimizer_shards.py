@@ -10,7 +10,7 @@ grid. Checkpoints of the two forms are read alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -79,12 +79,20 @@ class Masters:
 
     KEY = "optimizer.state.param."
 
-    def __init__(self, optimizer: Any, models: dict[str, Any]) -> None:
-        """Take the optimizer, whose state exists, and the sharded entries of the model chunks."""
+    def __init__(self, optimizer: Any, models: dict[str, Any], stored: Collection[str]) -> None:
+        """Take the weights whose keys are in `stored`.
+
+        Args:
+            optimizer: The optimizer, whose state exists.
+            models: Sharded entries of the model chunks.
+            stored: Keys of the checkpoint, which begin with `KEY`.
+        """
         self._tensors: dict[str, Tensor] = {}
         self.sharded: dict[str, ShardedTensorFactory] = {}
         for number, part in enumerate(compat.optimizer_parts(optimizer)):
             for index, (parameter, shard, first) in enumerate(_held(part, models)):
+                if f"{self.KEY}{shard.key}" not in stored:
+                    continue
                 name, run = f"{number}.{index}", compat.parameter_state(part, parameter)["param"]
                 self._tensors[name] = run
                 self.sharded[name] = _in_blocks("param", run, shard, first, is_loading=True)

@@ -220,14 +220,16 @@ def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
 
 
 def load_masters(path: Path, chunks: list[Any], optimizer: Any) -> None:
-    """Load the optimizer's fp32 weights, in any layout, if the checkpoint has them.
+    """Load the optimizer's fp32 weights that the checkpoint has, in any layout.
 
-    The moments of Adam stay as they are. `load` has checked the folder.
+    A checkpoint has those that its run trained, or none. The moments of Adam and all other fp32
+    weights stay as they are. `load` has checked the folder.
     """
-    if not any(key.startswith(Masters.KEY) for key in _metadata(path).state_dict_metadata):
+    stored = {key for key in _metadata(path).state_dict_metadata if key.startswith(Masters.KEY)}
+    if not stored:
         return
     compat.create_optimizer_state(optimizer)
-    masters = Masters(optimizer, _sharded_models(chunks))
+    masters = Masters(optimizer, _sharded_models(chunks), stored)
     masters.set(_load(path, masters.sharded))
 
 

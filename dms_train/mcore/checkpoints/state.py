@@ -16,9 +16,11 @@ from dms_train.hf import durable
 from dms_train.mcore.checkpoints import checksums
 from dms_train.mcore.checkpoints.checksums import FileRecord
 from dms_train.mcore.errors import CheckpointError, DamagedError
+from dms_train.mcore.options import Trainable
 
 STATE_FILE = "run_state.json"
 FORMAT = 2  # increased when this version cannot read checkpoints of earlier versions
+ADAPTERS = "adapters"  # key of the unmerged adapters, None without any
 # Keys of the file itself; the caller provides all others.
 _FORMAT, _FILES, _CHECKSUM = "format", "files", "checksum"
 
@@ -108,6 +110,19 @@ def _require_sizes(path: Path, sizes: dict[str, int]) -> None:
         if actual != size:
             difference = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
             raise DamagedError(f"checkpoint {path}: {name} {difference}; use an older checkpoint")
+
+
+def require_adapters(path: Path, state: dict[str, Any], trainable: Trainable) -> None:
+    """Refuse a checkpoint whose adapters are not those that a run trains; CheckpointError."""
+    stored = state.get(ADAPTERS)
+    if stored == trainable.adapters():
+        return
+    held = "no adapters" if stored is None else f"adapters of {Trainable.of(stored).overrides()}"
+    raise CheckpointError(
+        f"checkpoint {path}: it holds {held}, and this run has {trainable.overrides()}; set the "
+        "same values, or load a Hugging Face export (exports/NAME/hf, or written by dms-export), "
+        "which fits every method.train"
+    )
 
 
 def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:

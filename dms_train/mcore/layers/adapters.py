@@ -69,8 +69,15 @@ class _Adapted(torch.nn.Module):
         self._frozen: dict[str, Tensor] = {}
 
     def add(self, name: str, shape: tuple[int, ...], axis: int | None = None) -> None:
-        """Register a parameter of zeros, sharded over tensor-parallel ranks along `axis`."""
-        parameter = torch.nn.Parameter(self.weight.new_zeros(shape))
+        """Register a parameter of zeros, sharded over tensor-parallel ranks along `axis`.
+
+        An empty one is a constant, which DDP, optimizer and checkpoint do not see.
+        """
+        values = self.weight.new_zeros(shape)
+        if not values.numel():
+            self.register_buffer(name, values, persistent=False)
+            return
+        parameter = torch.nn.Parameter(values)
         if axis is None:
             # each rank has the gradient of its own tokens, which Megatron adds up
             setattr(parameter, "sequence_parallel", self.config.sequence_parallel)  # noqa: B010
@@ -125,14 +132,16 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
 
     Args:
         trainable: Adapters to build.
-        layer: Method, which has the eviction channels.
+        layer: Method, which has the eviction channels; None in a layer without decisions.
     """
 
     rows: Tensor
     channel_weight: Tensor
     channel_bias: Tensor
 
-    def __init__(self, *args: Any, trainable: Trainable, layer: MethodLayer, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, trainable: Trainable, layer: MethodLayer | None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.begin(trainable, {"weight": 0, "bias": 0})
         c = self.config
@@ -143,7 +152,7 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
         for target in self._targets:
             self.add(f"{_LORA}{target}_down", (rank, self.input_size))
             self.add(f"{_LORA}{target}_up", (self.groups * self.parts[target], rank), 0)
-        channel_rows = self.channel_rows(layer)
+        channel_rows = () if layer is None else self.channel_rows(layer)
         own = self.groups * len(channel_rows)
         self.add("channel_weight", (own * self.tp_group.size(), self.input_size))
         if self.bias is not None:
@@ -169,7 +178,7 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
         """Choose the rows that the channel's parameters replace."""
         width = sum(self.parts.values())
         rows = [group * width + row for group in range(self.groups) for row in channel_rows]
-        self.rows = torch.tensor(rows, device=self.weight.device)
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=self.weight.device)
 
     @torch.no_grad()
     def read_channel(self) -> None:
@@ -203,6 +212,8 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
         *inner, channel = low.split([*(len(down) for down in downs), len(self.channel_weight)], -1)
         if inner:
             output = output + self._products(dict(zip(self._targets, inner, strict=True)))
+        if not len(self.rows):
+            return output
         # a copy, because autograd keeps it, and a view would keep the whole narrow product
         return output.index_copy(-1, self.rows, channel[..., self._own].contiguous())
 
@@ -279,8 +290,8 @@ def adapted(models: list[Any]) -> Iterator[Any]:
 
 
 def channel_adapters(models: list[Any]) -> Iterator[AdaptedQKV]:
-    """Yield the adapted query, key and value projections of model chunks."""
-    yield from (p for p in adapted(models) if isinstance(p, AdaptedQKV))
+    """Yield the query, key and value projections of model chunks that have eviction channels."""
+    yield from (p for p in adapted(models) if isinstance(p, AdaptedQKV) and len(p.rows))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
+    get_transformer_layer_offset,
 )
 
 from dms_train.mcore.layers.adapters import AdaptedOutput, AdaptedQKV
@@ -43,13 +44,18 @@ def _mlp(method: MethodState, layer_backend: LayerBackend) -> ModuleSpec:
 
 
 def _attention_spec(
-    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend, train: Trainable
+    config: TransformerConfig,
+    method: MethodState,
+    layer_backend: LayerBackend,
+    train: Trainable,
+    *,
+    decides: bool,
 ) -> ModuleSpec:
     """Describe the attention of a layer, with adapters where `train` asks for them."""
     inner = layer_backend.norm if config.qk_layernorm else IdentityOp
     linear_qkv, linear_proj = layer_backend.norm_linear, layer_backend.row
-    if train.adapts:
-        values = {"trainable": train, "layer": method.layer}
+    if (train.adapts and decides) or {"q", "k", "v"} & set(train.targets):
+        values = {"trainable": train, "layer": method.layer if decides else None}
         linear_qkv = ModuleSpec(module=AdaptedQKV, params=values)
     if "o" in train.targets:
         linear_proj = ModuleSpec(module=AdaptedOutput, params={"trainable": train})
@@ -67,9 +73,14 @@ def _attention_spec(
 
 
 def layer_spec(
-    config: TransformerConfig, method: MethodState, layer_backend: LayerBackend, train: Trainable
+    config: TransformerConfig,
+    method: MethodState,
+    layer_backend: LayerBackend,
+    train: Trainable,
+    *,
+    decides: bool,
 ) -> ModuleSpec:
-    """Describe one decoder layer."""
+    """Describe one decoder layer; with `decides` the method acts on it."""
     has_experts = config.num_moe_experts is not None
     layer, outer, fuses = TransformerLayer, layer_backend.norm, layer_backend.fuses_norm
     if fuses:
@@ -81,7 +92,7 @@ def layer_spec(
         module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
-            self_attention=_attention_spec(config, method, layer_backend, train),
+            self_attention=_attention_spec(config, method, layer_backend, train, decides=decides),
             self_attn_bda=get_bias_dropout_add,
             # router and experts share one norm
             pre_mlp_layernorm=layer_backend.norm if has_experts and fuses else outer,
@@ -98,9 +109,17 @@ def block_spec(
     layer_backend: LayerBackend,
     train: Trainable,
     vp_stage: int | None,
+    method_layers: list[int],
 ) -> TransformerBlockSubmodules:
-    """Describe the layers of this pipeline chunk and the final norm."""
+    """Describe the layers of this pipeline chunk and the final norm.
+
+    `method_layers` are the numbers, in the whole model, of the layers on which the method acts.
+    """
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    layers = get_num_layers_to_build(config, vp_stage, stage)
-    spec = layer_spec(config, method, layer_backend, train)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=layer_backend.norm)
+    first = get_transformer_layer_offset(config, vp_stage, stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
+    specs = [
+        layer_spec(config, method, layer_backend, train, decides=layer in method_layers)
+        for layer in layers
+    ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=layer_backend.norm)

@@ -91,6 +91,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         recompute_modules=list(options.recompute_modules),
         recompute_method="uniform" if full else None,
         recompute_num_layers=options.recompute_num_layers if full else None,
+        # layers with a window have no adapters of eviction channels
+        hetereogenous_dist_checkpoint=len(a.method_layers) < a.num_layers,
         **expert_options(a, options),
     )
 
@@ -170,7 +172,9 @@ class DMSModel(LanguageModule):
         self.rotary_pos_emb = self._rotary_embedding(architecture)
         self.decoder = TransformerBlock(
             config,
-            block_spec(config, method, layer_backend, trainable, vp_stage),
+            block_spec(
+                config, method, layer_backend, trainable, vp_stage, architecture.method_layers
+            ),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,

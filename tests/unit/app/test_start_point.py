@@ -11,6 +11,7 @@ from dms_train.app.model import read_architecture
 from dms_train.app.start_point import find_start, with_student
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError
+from dms_train.mcore.options import ALL_WEIGHTS
 from dms_train.planning.check import check
 from tests.support import refusals
 
@@ -44,7 +45,7 @@ def test_samples_may_be_longer_than_the_positions_of_the_model(tmp_path: Path) -
 def test_a_student_may_have_another_context_but_no_other_shape(tmp_path: Path) -> None:
     start = find_start(configured(written(tmp_path / "model")))
     student = written(tmp_path / "student", max_position_embeddings=512)
-    assert with_student(start, student).architecture.max_position_embeddings == 128
+    assert with_student(start, student, ALL_WEIGHTS).architecture.max_position_embeddings == 128
     other = written(tmp_path / "other", num_layers=3)
     with pytest.raises(ConfigError, match=r"its architecture is not that of model\.path"):
-        with_student(start, other)
+        with_student(start, other, ALL_WEIGHTS)

@@ -61,6 +61,17 @@ def test_a_folder_without_a_choice_of_trained_weights_is_read_and_resumed(tmp_pa
     require_same(config, file)
 
 
+def test_a_folder_of_a_pretraining_run_of_an_earlier_version_is_read_and_resumed(tmp_path) -> None:
+    config = configs.config(model={"architecture": to_mapping(configs.architecture())})
+    values = to_mapping(config)
+    for key in ("layers", "experts"):
+        del values["model"]["architecture"][key]
+    file = tmp_path / CONFIG_FILE
+    file.write_text(yaml.safe_dump(values))
+    assert read_frozen(file) == config
+    require_same(config, file)
+
+
 def test_a_folder_with_former_stage_names_is_read_and_resumed(tmp_path) -> None:
     run = ["zero_neuron", "export", "validate_export", "run_tasks"]
     changes = {"stage__run": run, "stage__run_tasks": {"tasks": ["gsm8k"]}}

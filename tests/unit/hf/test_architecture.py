@@ -150,6 +150,17 @@ def test_layers_with_a_window(architecture, family):
     assert from_hf_config(written) == read
     kinds = native(family, **{k: v for k, v in values.items() if k != "model_type"}).layer_types
     assert written["layer_types"] == kinds
+    values |= {"max_window_layers": 0, "layer_types": kinds}  # transformers reads the second
+    assert from_hf_config(values) == read
+
+
+def test_a_window_of_the_longest_sequence_is_none(architecture):
+    values = {**to_hf_config(architecture("qwen2")), "use_sliding_window": True}
+    longest = values["max_position_embeddings"]
+    for kinds in (["full_attention", "sliding_attention"], ["sliding_attention"] * 2):
+        given = {**values, "layer_types": kinds, "sliding_window": longest}
+        assert from_hf_config(given) == architecture("qwen2")
+    assert from_hf_config({**given, "layer_types": None, "max_window_layers": 1}).layers == ()
 
 
 def test_layers_of_smollm3_without_rope(architecture):
@@ -185,6 +196,13 @@ def test_layers_that_no_model_can_have(architecture, changes, named):
     assert re.search(named, line)
 
 
+def test_a_router_that_does_not_train_is_refused(architecture):
+    moe = architecture("qwen3_moe")
+    changed = dataclasses.replace(moe.experts, topk=1)
+    (line,) = dataclasses.replace(moe, experts=changed).check("model")
+    assert line.startswith("model.experts.topk=1: the router has no effect on training")
+
+
 def test_stories(stories):
     read = from_hf_config(read_config(stories))
     assert (read.family, read.num_query_groups, read.kv_channels) == ("llama", 4, 8)
@@ -207,7 +225,11 @@ def test_stories(stories):
         ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "2 layers"),
         (
             "qwen3",
-            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention"] * 2,
+            },
             "layers that read all tokens",
         ),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),

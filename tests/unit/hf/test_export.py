@@ -87,6 +87,20 @@ def test_the_config_of_the_original_is_carried_over(export, architecture, spec, 
     assert {key: written.get(key) for key in kept} == kept
 
 
+def test_a_window_that_no_sequence_leaves_is_not_carried_over(
+    export, architecture, load, spec, tmp_path
+):
+    a = architecture("qwen2")
+    windows = {"use_sliding_window": True, "sliding_window": a.max_position_embeddings}
+    kinds = ["full_attention", "sliding_attention"]
+    original = {**to_hf_config(a), **windows, "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(original))
+    directory = export("qwen2", spec("dms"), source_dir=tmp_path)
+    assert from_hf_config(read_config(directory)) == a
+    logits = load(directory).dms_decision_logits(torch.arange(20)[None])
+    assert len(logits) == a.num_layers
+
+
 def test_own_format_needs_its_code(export, load, spec):
     directory = export("llama", spec("dms"))
     with pytest.raises(ValueError, match="trust_remote_code"):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.export.writer import write_export
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.architecture import Experts as Sizes
+from dms_train.inference.llm import LLM
 from dms_train.inference.models.experts import Experts, MixtureOfExperts
-from tests.unit.inference.conftest import tiny_architecture
+from dms_train.inference.options import SamplingParams
+from tests.unit.inference.conftest import random_ids, tiny_architecture, varied_weights
 
 TOKENS = 9
 BARS = {torch.float32: 1e-5, torch.bfloat16: 0.03}
@@ -47,6 +52,38 @@ def expected(module: MixtureOfExperts, x: Tensor, *, normalize: bool) -> Tensor:
             outputs.append(shares[expert] / scale * (down_proj[expert] @ (F.silu(g) * u)))
         rows.append(sum(outputs))
     return torch.stack(rows)
+
+
+def _write(folder: Path, a: Architecture, weights: dict[str, Tensor]) -> None:
+    write_export(
+        folder,
+        architecture=a,
+        spec=None,
+        cr_factor=None,
+        target_cr=1.0,
+        dtype=torch.float32,
+        export_format="dms",
+        weights=weights.items(),
+        source_dir=None,
+        selftest=None,
+        provenance={},
+    )
+
+
+def test_a_model_with_one_expert_is_a_model_with_an_mlp(tmp_path: Path) -> None:
+    sizes = Sizes(count=1, topk=1, ffn_hidden_size=16, normalize=False)
+    a = replace(tiny_architecture("qwen3_moe"), experts=sizes)
+    weights = varied_weights(a, 0)
+    _write(tmp_path / "experts", a, weights)
+    plain = replace(a, family="qwen3", experts=None, ffn_hidden_size=16)
+    renamed = {name.replace("experts.0.", ""): w for name, w in weights.items()}
+    _write(tmp_path / "mlp", plain, {n: w for n, w in renamed.items() if ".gate." not in n})
+    greedy = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    found, same = (
+        LLM(tmp_path / name).generate([random_ids(9, seed=1)], greedy)[0].outputs[0].token_ids
+        for name in ("experts", "mlp")
+    )
+    assert found == same
 
 
 @pytest.mark.parametrize("way", ["_grouped", "_every_expert"])

@@ -155,5 +155,11 @@ def test_the_kernels_compute_what_torch_computes(exports):
 
 
 def test_other_policies_are_refused(exports):
-    with pytest.raises(InferenceError, match="H2OPolicy does not support"):
+    with pytest.raises(InferenceError, match=r"^policy=h2o: does not support .* use policy=auto"):
         LLM(exports["dms"], policy="h2o", policy_options={"budget": 16})
+
+
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
+def test_fp8_is_refused_with_the_option_that_changes_it(exports):
+    with pytest.raises(InferenceError, match=r"cache_dtype=fp8: models with .* cache_dtype=auto$"):
+        LLM(exports["dms"], device=DEVICE.type, cache_dtype="fp8")

@@ -64,6 +64,25 @@ def test_training_starts_from_the_imported_checkpoint(tmp_path: Path) -> None:
     assert frozen(config(tmp_path), ["hf_to_megatron"]).run.load is None
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("method.train=lora",),
+        ("method.train=attention",),
+        ("method=kvzap", "stage.export.format=kvzap"),
+    ],
+)
+def test_a_student_with_frozen_weights_starts_from_the_original(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    plain = config(tmp_path, *words)
+    assert stages(plain)[:2] == ["prepare", "zero_neuron"]
+    assert frozen(plain).run.load is None
+    assert frozen(plain).shares_teacher
+    loaded = config(tmp_path, *words, "run.load=/some/checkpoint")
+    assert frozen(loaded).run.load == "/some/checkpoint"
+
+
 def test_stages_that_do_not_form_a_chain_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--skip retrofti: no such stage; this run has prepare"):
         chain(config(tmp_path), ["retrofti"])

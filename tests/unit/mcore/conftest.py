@@ -9,7 +9,7 @@ import pytest
 from dms_train.mcore import groups, runtime
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions, Trainable
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
 
@@ -33,6 +33,7 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
         trains: bool = True,
         kernels: str = "auto",
         sizes: dict[str, object] | None = None,
+        train: str = "all",
         **changes: object,
     ) -> McoreEngine:
         base = PRESETS[preset]
@@ -45,6 +46,7 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
             seed=7,
             trains=trains,
             kernels=kernels,
+            trainable=Trainable(weights=train),
         )
         weights = tiny.small_channels(spec.kind)(architecture, 1, spec.channel)
         return McoreEngine(architecture, spec, view, options, weights)

@@ -14,7 +14,7 @@ from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights, WeightSource
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import TRAINED_WEIGHTS, OptimOptions, ParallelOptions, Trainable
 from dms_train.mcore.schedule.step import token_scale
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.plan import StepPlan
@@ -93,7 +93,9 @@ class Uneven(WeightSource):
 class Step:
     """One engine with a teacher, and everything the plain computation needs."""
 
-    def __init__(self, view: ParallelView, case: str, **changes: Any) -> None:
+    def __init__(
+        self, view: ParallelView, case: str, *, train: str = "all", **changes: Any
+    ) -> None:
         family, constants, planned = CASES[case]
         constants = {"preset": "dms", "window": 4, "alpha_offset": 0.5, **constants}
         self.spec = PRESETS[constants.pop("preset")].override(**constants)
@@ -107,7 +109,11 @@ class Step:
         self.plan = StepPlan(**whole)
         student, self.teacher = sources(self.architecture, self.spec)
         options = TrainEngineOptions(
-            parallel=ParallelOptions(), optim=OptimOptions(lr=1e-3), seed=SEED, loss=self.loss
+            parallel=ParallelOptions(),
+            optim=OptimOptions(lr=1e-3),
+            seed=SEED,
+            loss=self.loss,
+            trainable=Trainable(weights=train),
         )
         self.engine = McoreEngine(self.architecture, self.spec, view, options, student)
         self.engine.attach_teacher(self.teacher)
@@ -217,9 +223,10 @@ def test_the_scale_is_microbatches_over_loss_positions(view: ParallelView, count
     assert token_scale(given, view).item() == pytest.approx(count / positions)
 
 
-def test_only_layers_without_a_window_decide(view: ParallelView) -> None:
+@pytest.mark.parametrize("train", TRAINED_WEIGHTS)
+def test_only_layers_without_a_window_decide(view: ParallelView, train: str) -> None:
     """Recordings, retention and the eviction channel of a model with one such layer of two."""
-    step = Step(view, "window")
+    step = Step(view, "window", train=train)
     recording = step.engine.record(
         StepPlan(eviction="hard", channel_scale=0.0), torch.arange(LENGTH)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.families import LayerAttention
+from dms_train.hf.architecture import Architecture
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.errors import CheckpointError
@@ -26,14 +29,24 @@ METHOD = PRESETS["dms"].override(window=4, alpha_offset=0.5)
 KINDS = ("attention", "channel", "lora")
 
 
-def build(view: ParallelView, train: str, *, shared: bool = True, **changes: Any) -> McoreEngine:
-    architecture = tiny.architecture(FAMILY, num_layers=2)
+DENSE = tiny.architecture(FAMILY, num_layers=2)
+
+
+def build(
+    view: ParallelView,
+    train: str,
+    *,
+    shared: bool = True,
+    architecture: Architecture = DENSE,
+    lora: LoraOptions = LORA,
+    **changes: Any,
+) -> McoreEngine:
     source = tiny.SmallEvictionChannels(architecture, 1, METHOD.channel)
     options = TrainEngineOptions(
         parallel=ParallelOptions(**changes),
         optim=OptimOptions(lr=1e-2),
         seed=7,
-        trainable=Trainable(weights=train, lora=LORA),
+        trainable=Trainable(weights=train, lora=lora),
     )
     engine = McoreEngine(architecture, METHOD, view, options, source)
     engine.attach_teacher(None if shared else source)
@@ -224,8 +237,35 @@ def test_a_resumed_run_and_its_export_continue_bit_by_bit(
     trainable = Trainable(weights=kind, lora=LORA)
     assert Trainable.of(trainable.adapters()).adapters() == trainable.adapters()
     if kind != "attention":
-        with pytest.raises(CheckpointError, match="load an export of its run"):
+        refusal = f"adapters of method.train={kind}.*, and this run has method.train=all; .*export"
+        with pytest.raises(CheckpointError, match=refusal):
             plain.load(tmp_path / "checkpoint", with_optimizer=False)
+
+
+@pytest.mark.parametrize("targets", [(), ("o",), ("q",)])
+def test_a_layer_with_a_window_has_no_trained_channel(
+    view: ParallelView, targets: tuple[str, ...], tmp_path: Any
+) -> None:
+    full = LayerAttention(rotary_base=1e4)
+    layers = (full, LayerAttention(rotary_base=1e4, window=7))
+    lora = replace(LORA, targets=targets) if targets else LORA
+    how = {
+        "train": "lora" if targets else "channel",
+        "architecture": replace(DENSE, layers=layers),
+        "lora": lora,
+    }
+    engine = build(view, **how)
+    before = dict(engine.hf_tensors())
+    train(engine)
+    engine.save(tmp_path / "checkpoint", {})
+    resumed = build(view, **how)
+    resumed.load(tmp_path / "checkpoint", with_optimizer=True)
+    trained = dict(resumed.hf_tensors())
+    changed = {name for name, tensor in trained.items() if not torch.equal(tensor, before[name])}
+    own = ["0.self_attn.q_proj.weight", "0.self_attn.q_proj.bias"]
+    own += [f"{layer}.self_attn.{target}_proj.weight" for layer in (0, 1) for target in targets]
+    assert changed == {f"model.layers.{name}" for name in own}
+    assert all(torch.equal(trained[name], tensor) for name, tensor in engine.hf_tensors())
 
 
 def test_ranking_channels_leaves_the_teacher_and_the_student_as_they_are(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from dms_train.families import LayerAttention
 from dms_train.mcore.options import Trainable
 from dms_train.method.spec import PRESETS
 from dms_train.observe.metrics import Compute
-from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
+from dms_train.planning.flops import forward_flops_per_token, mean_keys, student_flops_per_token
 from dms_train.planning.memory import parameter_count
 from tests.support import configs
 
@@ -20,6 +23,15 @@ def test_products_counted_one_by_one():
     scores = sum(query + 1 for query in range(length)) * 4 * head / length  # pairs a token
     forward = 2 * (4 * (layer + 2 * scores) + 512 * hidden)
     assert forward_flops_per_token(a, length) == pytest.approx(forward)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 100])
+def test_a_layer_with_a_window_reads_the_keys_in_it(window):
+    whole = LayerAttention(rotary_base=10000.0)
+    a = configs.architecture(layers=(whole, replace(whole, window=window)) * 2)
+    keys = [query + 1 for query in range(8)]
+    pairs = (sum(keys) + sum(min(count, window) for count in keys)) / 2
+    assert mean_keys(a, 8) == pytest.approx(pairs / 8)
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama31_8b", "qwen3_32b"])

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Experts
 from dms_train.planning.gpus import GPUS, calibration
-from dms_train.planning.memory import active_parameter_count, estimate, parameter_count
+from dms_train.planning.memory import (
+    active_parameter_count,
+    checkpoint_bytes,
+    estimate,
+    estimate_stages,
+    parameter_count,
+)
 from tests.support import configs
 
 
@@ -104,6 +111,26 @@ def test_frozen_weights_have_no_gradients_and_are_shared_with_the_teacher():
     everything = parameter_count(configs.architecture())
     # the frozen weights of a further trained student are not the teacher's
     assert trained("lora", run__load="x") == (lora, lora, everything)
+
+
+@pytest.mark.parametrize(("chunks", "layers"), [(None, (2, 0)), (2, (1, 1))])
+def test_channels_are_counted_where_the_method_acts(chunks, layers):
+    full, local = (LayerAttention(rotary_base=1e4, window=window) for window in (None, 8))
+    a = configs.architecture(family="qwen2", layers=(full, full, local, local))
+    parallel = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": chunks,
+    }
+    config = configs.config(method__train="channel", parallel=parallel)
+    row = 2 * (64 + 1)  # weights and biases of two KV heads
+    per_stage = [memory.gradients // 4 for memory in estimate_stages(config, a, 2)]
+    assert per_stage == [count * row for count in layers]
+    one, two = (
+        checkpoint_bytes(configs.config(method__train=train), a) for train in ("channel", "lora")
+    )
+    lora = 4 * 16 * (3 * 64 + 64 + 2 * 32 + 64 + 64)
+    assert two - one == lora * 4 * 4
+    assert one == 4 * parameter_count(a) + 2 * row * 4 * 4
 
 
 def test_an_8b_model_with_lora_fits_one_gpu_of_80_gb():

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dms_train.families import LayerAttention
 from dms_train.planning.flops import forward_flops_per_token
 from dms_train.planning.gpus import GPUS, calibration
 from dms_train.planning.memory import stages_of
-from dms_train.planning.step_time import step_time, work_of
+from dms_train.planning.step_time import sent_bytes, step_time, work_of
 from tests.support import configs
+from tests.support.experts import experts_of
 
 RECORD = Path(__file__).parents[3] / "benchmarks/results/nvidia_h100_80gb_hbm3/train_step.json"
 SMALL = replace(  # SmolLM2-135M
@@ -51,6 +53,15 @@ def test_products_are_three_forward_passes_and_the_teachers():
         assert work.attention_flops == pytest.approx((passes + 0.5) * tokens * attention)
 
 
+def test_layers_with_a_window_attend_to_the_keys_in_it():
+    layers = [LayerAttention(rotary_base=10000.0, window=w) for w in (None, 1) * 16]
+    (stage,) = stages_of(configs.config(**SIZE, **BF16), replace(A, layers=tuple(layers)), 1)
+    work = work_of(stage)
+    whole = work_of(stages()[0])
+    assert work.attention_flops / whole.attention_flops == pytest.approx((4097 / 2 + 1) / 4097)
+    assert work.matmul_flops == whole.matmul_flops
+
+
 def test_work_is_divided_by_the_layout():
     whole = work_of(stages()[0])
     for changes in ({TP: 4}, {PP: 4}):
@@ -79,6 +90,18 @@ def test_communication_leaves_the_node_where_a_group_does():
     assert near.link_bytes > 0
     assert near.network_bytes == 0
     assert far.network_bytes > 0
+
+
+def test_experts_leave_the_node_where_their_ranks_do():
+    model = configs.architecture(
+        family="qwen3_moe", experts=replace(experts_of("qwen3_moe"), count=16)
+    )
+    for ep, far in ((8, False), (16, True)):
+        made = configs.config(**SIZE, parallel__expert_model_parallel_size=ep)
+        (stage,) = stages_of(made, model, 16)
+        sent = sent_bytes(stage)
+        assert work_of(stage).link_bytes == (0 if far else sent.expert)
+        assert work_of(stage).network_bytes == sent.data + far * sent.expert
 
 
 def test_microbatches_fill_the_pipeline():

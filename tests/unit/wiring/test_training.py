@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dms_train.config.schema import RunConfig
 from dms_train.hf.formats import read_format
 from dms_train.mcore import compat
+from dms_train.mcore.errors import CheckpointError
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.method.dmc.attention import DMCLayer
 from dms_train.method.dms.attention import DMSLayer
@@ -411,6 +412,23 @@ def test_a_retrofit_continues_from_the_ratio_of_what_run_load_names(
     assert found == [3.0]  # one step of 2 a unit, from 2.5 on
     held = built(**{"run.load": str(student), "stage.run": ["hold"]})
     assert {plan.target_cr for plan in plans("hold")(held)} == {2.5}
+
+
+def test_a_checkpoint_with_other_adapters_is_refused_before_a_model_is_built(
+    built: Callable[..., Built], tmp_path: Path
+) -> None:
+    lora = {"method.train": "lora", "lora": {"rank": 2}}
+    source = built(**lora)
+    state = TrainState(eviction_enabled=True, target_cr=2.0, channel_scale=0.0).to_dict()
+    student = tmp_path / "checkpoint"
+    source.components.saver.engine.save(student, {**state, **source.components.saver.provenance})
+    load = {"run.load": str(student), "stage.run": ["hold"]}
+    values = r"method\.train=lora lora\.rank=2 lora\.alpha=32 lora\.targets=\[q,k,v,o\]"
+    for changes, own in (({}, "all"), ({"method.train": "attention"}, "attention")):
+        refusal = f"holds adapters of {values}, and this run has method.train={own}; .*exports/"
+        with pytest.raises(CheckpointError, match=refusal):
+            _ = built(**load, **changes).prepared
+    assert built(**load, **lora).prepared.start.student == student
 
 
 def test_every_option_has_a_test() -> None:
