@@ -48,7 +48,7 @@ columns of the printed table:
   prefill_reads     the same while reading the prompt
   live_tokens       tokens held at the end; peak_live_tokens is the most ever held
   allocated_bytes   memory reserved for them; live_bytes is the part in use
-  cr_factor         tokens seen divided by tokens held
+  cr_factor         tokens seen divided by tokens held, without sliding-window layers
 """
 
 
@@ -130,7 +130,7 @@ def _print(outputs: list[RequestOutput], total: TotalKV) -> None:
         cells = (row.get(column) for row in rows)
         print(f"{column:22s}" + "".join(f"{_cell(cell):>14s}" for cell in cells))
     print("\ncr_factor by layer (rows) and KV head, all requests")
-    for layer, factors in enumerate(total.cr_factors.tolist()):
+    for layer, factors in zip(total.layers, total.cr_factors.tolist(), strict=True):
         print(f"{layer:>4d}  " + " ".join(f"{factor:6.2f}" for factor in factors))
 
 
@@ -171,10 +171,11 @@ def _generate(args: argparse.Namespace) -> None:
             }
             for o in outputs
         ]
-        written = {"requests": record, "total": _numbers(total)}
+        written = {"requests": record, "total": {**_numbers(total), "layers": total.layers}}
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.plot is not None:
-        draw_heatmap(total.cr_factors, args.plot, f"cr_factor {total.cr_factor:.2f}")
+        title = f"cr_factor {total.cr_factor:.2f}"
+        draw_heatmap(total.cr_factors, args.plot, title, layer_numbers=total.layers)
 
 
 def main(arguments: list[str] | None = None) -> int:

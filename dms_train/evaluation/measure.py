@@ -64,7 +64,8 @@ class Cost:
         peak_tokens: Largest number of tokens that a sequence held, mean over KV heads and
             sequences.
         cache_bytes: Largest number of bytes of the cache slots that a sequence reserved.
-        cr_factors: float64 [layers, kv_heads].
+        cr_factors: float64 [layers, kv_heads], of the layers without a sliding window.
+        layers: Numbers of these layers in the model, from 0.
     """
 
     cr_factor: float
@@ -73,6 +74,7 @@ class Cost:
     peak_tokens: float
     cache_bytes: int
     cr_factors: Tensor
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +263,7 @@ def _cost(
         peak_tokens=peak_tokens,
         cache_bytes=max(sequence.peak_allocated_bytes for sequence in sequences),
         cr_factors=total.cr_factors,
+        layers=total.layers,
     )
 
 

@@ -118,7 +118,7 @@ def _measure(
         values = scores(output)
         per_window[number] = -sum(values) / len(values)
         tokens += len(values)
-        seen, held = seen + output.kv.tokens, held + output.kv.live_tokens
+        seen, held = seen + output.kv.tokens, held + output.kv.compressed_tokens
     nats = sum(per_window) / len(windows)  # windows have the same number of tokens
     return {
         "nats": nats,

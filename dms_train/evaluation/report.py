@@ -107,9 +107,10 @@ def write(result: ValidationResult, folder: Path, rows: Path | None) -> list[str
 
 def _draw(result: ValidationResult, folder: Path, rows: Path | None) -> list[str] | None:
     """Draw the pictures and return their names; None without matplotlib."""
-    kept = 1 / _main_cost(result).cr_factors
+    cost = _main_cost(result)
+    kept, path = 1 / cost.cr_factors, folder / RETENTION
     try:
-        draw_heatmap(kept, folder / RETENTION, "tokens kept", "share", (0.0, 1.0))
+        draw_heatmap(kept, path, "tokens kept", "share", (0.0, 1.0), cost.layers)
     except InferenceError:
         return None
     if rows is not None and rows.is_file() and draw_training(rows, folder / TRAINING):
@@ -123,10 +124,11 @@ def _main_cost(result: ValidationResult) -> Cost:
 
 
 def _report(result: ValidationResult, pictures: list[str]) -> str:
-    factors = _main_cost(result).cr_factors
+    cost = _main_cost(result)
+    rows = zip(cost.layers, cost.cr_factors.tolist(), strict=True)
     eviction_channels = markdown_table(
-        ["layer", *(f"KV head {head}" for head in range(factors.shape[1]))],
-        [[str(n), *(f"{f:.2f}" for f in row)] for n, row in enumerate(factors.tolist())],
+        ["layer", *(f"KV head {head}" for head in range(cost.cr_factors.shape[1]))],
+        [[str(layer), *(f"{factor:.2f}" for factor in row)] for layer, row in rows],
     )
     sections = ["# Validation", _measured(result), tables(result), _meaning(result)]
     sections.append(f"cr_factor by layer and KV head:\n\n{eviction_channels}")
@@ -174,7 +176,8 @@ def _meaning(result: ValidationResult) -> str:
     lines = [
         "In brackets: 95% bootstrap interval over sequences or sheets.",
         "",
-        "- cr_factor: tokens seen over cache slots held at the last token.",
+        "- cr_factor: tokens seen over cache slots held at the last token, without layers that "
+        "have a sliding window.",
         "- KV reads: slots attended by one sequence, mean over KV heads; summed over the decoding "
         "steps of an answer, or over all tokens of a validation sequence.",
         "- peak tokens: most tokens a sequence held at a time, mean over KV heads and sequences.",

@@ -21,7 +21,7 @@ from dms_train.evaluation.plots import Curve, curves_of, draw_curves, read_rows
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
 
-KEPT = "eval/kept"
+KEPT, KEPT_LAYERS = "eval/kept", "eval/kept_layers"  # older runs have no layers
 _VALIDATION = "validate_export/"
 _EVALUATION = "eval/"
 # Picture, unit of its axis, metrics in it.
@@ -115,9 +115,9 @@ def _pictures(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield figure(picture, title)
     kept = [row for row in rows if row.get(KEPT)]
     if kept:
-        picture, step = BytesIO(), kept[-1]["step"]
-        title = f"Tokens kept, step {step}"
-        draw_heatmap(torch.tensor(kept[-1][KEPT]), picture, title, "share", (0.0, 1.0))
+        last, picture = kept[-1], BytesIO()
+        title, shares = f"Tokens kept, step {last['step']}", torch.tensor(last[KEPT])
+        draw_heatmap(shares, picture, title, "share", (0.0, 1.0), last.get(KEPT_LAYERS))
         yield figure(picture, title)
 
 
@@ -150,7 +150,7 @@ def _evaluations(rows: list[dict[str, Any]]) -> str:
     if not evaluations:
         return ""
     present = (name for row in evaluations for name in row if name.startswith(_EVALUATION))
-    names = [name for name in dict.fromkeys(present) if name != KEPT]
+    names = [name for name in dict.fromkeys(present) if name not in (KEPT, KEPT_LAYERS)]
     lines = [[row["step"], *(row.get(name) for name in names)] for row in evaluations]
     header = ["step", *(name.removeprefix(_EVALUATION) for name in names)]
     return f"<h2>Evaluations</h2>{table(header, lines)}"

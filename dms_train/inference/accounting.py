@@ -1,8 +1,9 @@
 """Cache statistics: reads, tokens and bytes, of one request and of an engine.
 
-`cr_factor` is tokens seen over tokens held, as in `method.accounting`. Token counts are averaged
-over layers and KV heads, so that a model without compression reads t + 1 at position t. A shared
-token counts for each sequence that holds it, but only once in the allocated bytes.
+`cr_factor` is tokens seen over tokens held, as in `method.accounting`, without the layers that have
+a sliding window. Other token counts are averaged over all layers and KV heads, so that a model
+without compression and windows reads t + 1 at position t. A shared token counts for each sequence
+that holds it, but only once in the allocated bytes.
 
 Shape letters: l layers, h KV heads, b sequences, k decode steps, r cache rows.
 """
@@ -91,6 +92,7 @@ class TotalKV:
         peak_allocated_bytes: Largest value of `allocated_bytes` so far.
         cr_factors: float64 [l, h], tokens seen over tokens held when requests finished, of the
             layers without a window.
+        layers: Numbers of these l layers in the model, from 0.
     """
 
     requests: int
@@ -103,10 +105,11 @@ class TotalKV:
     allocated_bytes: int
     peak_allocated_bytes: int
     cr_factors: Tensor
+    layers: tuple[int, ...]
 
     @property
     def cr_factor(self) -> float:
-        """Tokens seen over mean tokens held."""
+        """Tokens seen over mean tokens held in the layers without a window."""
         return 1.0 / (1.0 / self.cr_factors).mean().item()
 
 
@@ -321,12 +324,18 @@ class Meter:
 
 
 class TotalMeter:
-    """Counter of the cost of all requests of an engine, in constant memory."""
+    """Counter of the cost of all requests of an engine, in constant memory.
 
-    def __init__(self, cache: KVCache, rows: Tensor) -> None:
-        self._cache, self._rows = cache, rows
-        layers, _, heads = cache.live(rows[:0]).shape
-        self._kv_lists = layers * heads
+    Args:
+        cache: The cache of the engine.
+        rows: int64 [r], all rows of the cache.
+        layers: Numbers of the layers without a window.
+    """
+
+    def __init__(self, cache: KVCache, rows: Tensor, layers: list[int]) -> None:
+        self._cache, self._rows, self._layers = cache, rows, tuple(layers)
+        num_layers, _, heads = cache.live(rows[:0]).shape
+        self._kv_lists = num_layers * heads
         self._requests = self._tokens = 0
         self._reads = self._prefill_reads = 0.0
         self._held: NDArray[Any] | None = None  # float64 [l, h], summed over finished requests
@@ -367,4 +376,5 @@ class TotalMeter:
             allocated_bytes=self._cache.allocated_bytes,
             peak_allocated_bytes=self._cache.peak_bytes,
             cr_factors=torch.from_numpy(self._tokens / self._held),
+            layers=self._layers,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ def draw_heatmap(
     title: str,
     label: str = "cr_factor",
     limits: tuple[float | None, float | None] = (1.0, None),
+    layer_numbers: Sequence[int] | None = None,
 ) -> None:
     """Write a PNG of one number per KV head, layers downwards.
 
@@ -25,6 +27,7 @@ def draw_heatmap(
         title: Title of the figure.
         label: Name of the number.
         limits: Values at the ends of the colour scale; None takes the extremes of the data.
+        layer_numbers: Number of the layer in each row; None numbers the rows from 0.
 
     Raises:
         InferenceError: matplotlib is not installed.
@@ -41,6 +44,7 @@ def draw_heatmap(
     image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", vmin=low, vmax=high)
     axes.set(xlabel="KV head", ylabel="layer", title=title)
     axes.set_xticks(range(heads))
-    axes.set_yticks(range(0, layers, max(1, layers // 16)))
+    shown = range(0, layers, max(1, layers // 16))
+    axes.set_yticks(shown, [str((layer_numbers or range(layers))[row]) for row in shown])
     figure.colorbar(image, label=label)
     FigureCanvasAgg(figure).print_png(path)

@@ -138,7 +138,8 @@ class ModelRunner:
         layers = model.architecture.attention_layers
         policy = with_windows(policy, options.policy, [layer.window for layer in layers])
         self.cache = build_cache(model, policy, options)
-        self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
+        rows = torch.arange(options.max_num_seqs, device=self._device)
+        self.total = TotalMeter(self.cache, rows, model.architecture.method_layers)
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         self._decodes_prompts = True

@@ -254,14 +254,16 @@ class McoreEngine:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
             pass_totals = self._run(plan, batches, forward_only=True).read()
-            kept = self._kept(pass_totals) if plan.eviction != "none" else ()
-        return self._result(pass_totals, batches, kept=kept)
+            kept = self._kept(pass_totals) if plan.eviction != "none" else {}
+        return self._result(pass_totals, batches, **kept)
 
-    def _kept(self, pass_totals: PassTotals) -> tuple[tuple[float, ...], ...]:
+    def _kept(self, pass_totals: PassTotals) -> dict[str, Any]:
+        """Return the values of `StepResult` about the tokens held by layer and KV head."""
         a = self.architecture
         shape = (a.num_layers, a.num_query_groups)
         kept = retention.kept(self._models, self.view, shape, pass_totals.positions)
-        return tuple(kept[layer] for layer in a.method_layers)
+        layers = tuple(a.method_layers)
+        return {"kept": tuple(kept[layer] for layer in layers), "kept_layers": layers}
 
     def _result(self, pass_totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
         length = batches[0].tokens.shape[1]

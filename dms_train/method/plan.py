@@ -70,7 +70,9 @@ class StepResult:
         memory_bytes: Largest memory of any process; 0 for an evaluation.
         skipped: Whether the step changed nothing because its loss or gradient norm is not finite.
         kept: Share of the tokens held at the end of a sample, [layers][KV heads], by the inference
-            rule; empty for a training step and for an evaluation without evictions.
+            rule; empty for a training step and for an evaluation without evictions. Layers with a
+            sliding window are left out.
+        kept_layers: Number of the layer of each row of `kept`, from 0.
     """
 
     loss: float
@@ -84,6 +86,7 @@ class StepResult:
     memory_bytes: float = 0.0
     skipped: bool = False
     kept: tuple[tuple[float, ...], ...] = ()
+    kept_layers: tuple[int, ...] = ()
 
     @property
     def token_loss(self) -> float:

@@ -33,8 +33,8 @@ PLAIN_LOSS = LossOptions()
 METRIC_NAMES = frozenset(
     {
         *("loss", "aux_loss", "alpha", "target_cr", "cr", "channel_scale"),
-        *("grad_norm", "lr", "skipped_steps", "kv_reads", "kept", "live", "reads"),
-        *("samples", "positions", "tokens_per_second", "tflops_per_device", "mfu"),
+        *("grad_norm", "lr", "skipped_steps", "kv_reads", "kept", "kept_layers"),
+        *("live", "reads", "samples", "positions", "tokens_per_second", "tflops_per_device", "mfu"),
         *("memory_bytes", "memory_gib", "checkpoint_seconds", "failed_checkpoints"),
     }
 )

@@ -46,7 +46,7 @@ def decode_step(
         gpu: Peak operations and memory bandwidth.
         batch: Sequences.
         length: Tokens of each.
-        cr: Compression ratio: tokens over tokens held.
+        cr: Compression ratio: tokens over tokens held, in the layers without a window.
     """
     a = architecture
     d, d_kv = a.hidden_size, a.num_query_groups * a.kv_channels
@@ -54,9 +54,11 @@ def decode_step(
     # three products of the MLP, queries and output, keys and values; a multiplication is 2
     attention = 4 * d * d + 4 * d * d_kv
     layer = 6 * d * computed + attention
-    vocabulary, held = 2 * d * a.vocab_size, length / cr
-    flops = a.num_layers * batch * (layer + 4 * d * held) + batch * vocabulary
-    kv_reads = a.num_layers * 4 * batch * held * d_kv
+    windows = [each.window for each in a.attention_layers]
+    held = sum(length / cr if window is None else min(window, length) for window in windows)
+    vocabulary = 2 * d * a.vocab_size
+    flops = batch * (a.num_layers * layer + 4 * d * held + vocabulary)
+    kv_reads = 4 * batch * held * d_kv
     reads = a.num_layers * (6 * d * read + attention) + kv_reads + vocabulary
     compute, memory = flops / (gpu.tflops * 1e12), reads / (gpu.memory_tbs * 1e12)
     seconds = max(compute, memory)

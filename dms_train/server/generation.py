@@ -63,7 +63,7 @@ class KVView:
         pieces: Texts of the new tokens of this part; the first part includes the prompt.
         positions: Live positions by layer and head; None where the cache does not keep them.
         tokens: Tokens seen.
-        cr_factor: Tokens seen over tokens held.
+        cr_factor: Tokens seen over tokens held, without layers that have a sliding window.
         live_bytes: Bytes of the tokens held.
     """
 
@@ -335,10 +335,10 @@ def _cached_tokens(outputs: list[RequestOutput]) -> int:
 
 def _kv_usage(outputs: list[RequestOutput]) -> dict[str, Any]:
     costs = [each.kv for output in outputs for each in output.outputs]
-    live = sum(kv.live_tokens for kv in costs)
+    held = sum(kv.compressed_tokens for kv in costs)
     return {
         "kv_reads": sum(kv.kv_reads for kv in costs),
         "peak_live_tokens": sum(kv.peak_live_tokens for kv in costs),
         "peak_live_bytes": sum(kv.peak_live_bytes for kv in costs),
-        "cr_factor": sum(kv.tokens for kv in costs) / live if live else 1.0,
+        "cr_factor": sum(kv.tokens for kv in costs) / held if held else 1.0,
     }

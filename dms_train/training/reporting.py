@@ -75,7 +75,8 @@ class Reporter:
             prefix = f"branch/cr{round(plan.target_cr)}/"
             self.measured(state.branch_start, values, prefix)
             return
-        self._log(step, {**values, "kept": result.kept} if result.kept else values, "eval/")
+        held = {"kept": result.kept, "kept_layers": result.kept_layers} if result.kept else {}
+        self._log(step, {**values, **held}, "eval/")
         for sink in self.sinks:
             sink.summary({f"eval/{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -70,7 +70,7 @@ def decode(
     for batch in llm.stream(prompts, params):
         for output in batch:
             if output.kv.tokens and output.kv.live_tokens:
-                curve[output.kv.tokens].append(output.kv.tokens / output.kv.live_tokens)
+                curve[output.kv.tokens].append(output.kv.cr_factor)
             if output.finished:
                 ended[int(output.request_id)] = _ended(llm, output)
     return curve, [ended[number] for number in sorted(ended)]

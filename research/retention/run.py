@@ -97,12 +97,12 @@ def _by_head(llm: LLM, curve: Curve, output: Path) -> dict[str, Any]:
     assert total is not None
     kept = 1.0 / total.cr_factors
     path = output / "retention_by_head.png"
-    draw_heatmap(kept, path, "tokens kept", label="share", limits=(0.0, 1.0))
+    draw_heatmap(kept, path, "tokens kept", "share", (0.0, 1.0), total.layers)
     draw_curve(curve, output / "cr_by_position.png")
     medians = {p: statistics.median(v) for p, v in sorted(curve.items()) if len(v) >= 10}
     for position in list(medians)[:: max(1, len(medians) // 8)]:
         print(f"{position:5d} tokens seen: cr_factor {medians[position]:.2f}")
-    for layer, heads in enumerate(kept.tolist()):
+    for layer, heads in zip(total.layers, kept.tolist(), strict=True):
         print(f"layer {layer}: kept " + " ".join(f"{share:.2f}" for share in heads))
     return {"median_cr_factor": medians, "kept": kept.tolist()}
 

@@ -40,6 +40,7 @@ RESULT = StepResult(
     kv_reads=10.0,
     memory_bytes=2.0**31,
     kept=((0.5, 1.0),),
+    kept_layers=(3,),
 )
 SKIPPED = replace(RESULT, loss=math.nan, terms={"kl": math.nan}, grad_norm=math.nan, skipped=True)
 

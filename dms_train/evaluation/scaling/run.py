@@ -45,6 +45,7 @@ from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.policies.local_layers import with_windows
 from dms_train.inference.policies.registry import build_policy, check_policy, parse_options
 from dms_train.method.spec import OPTIONS as METHODS
 
@@ -156,12 +157,15 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
     Raises:
         EvaluationError: See `check`.
         FileNotFoundError: Likewise.
+        InferenceError: The policy does not support the model's sliding-window layers.
     """
     checked = check(options)
     options, task, documents = checked.options, checked.task, checked.documents
     assert options.sweep.lengths is not None
     spec = read_spec(checked.directory)
     policy = build_policy(checked.engine.policy, checked.engine.policy_options, spec)
+    layers = read_architecture(checked.directory).attention_layers
+    policy = with_windows(policy, checked.engine.policy, [layer.window for layer in layers])
     config = {
         "task": _task_config(options),
         "documents": {"count": len(documents), "sha256": fingerprint(documents)},

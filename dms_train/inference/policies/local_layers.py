@@ -21,6 +21,8 @@ class LocalLayers(CachePolicy):
         InferenceError: The policy decides by more than the age of tokens and marks of the model.
     """
 
+    evicts_prompt_only = False  # a window that is wider than the policy's drops prompt tokens later
+
     def __init__(self, policy: CachePolicy, name: str, windows: list[int | None]) -> None:
         rule = find_kernel_rule(policy)
         if not isinstance(rule, WindowRule):
@@ -30,7 +32,7 @@ class LocalLayers(CachePolicy):
             )
         self._policy, self._windows, self._rule = policy, windows, rule
         self.state_width, self.window = policy.state_width, policy.window
-        self.shareable, self.evicts_prompt_only = policy.shareable, policy.evicts_prompt_only
+        self.shareable = policy.shareable
 
     def kernel_rule(self) -> KernelRule | str:
         """Follow the rule of the policy where a layer has no window."""

@@ -12,6 +12,7 @@ from dms_train.data.batches import Sample
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.export.writer import write_export
+from dms_train.families import LayerAttention
 from dms_train.hf.formats import default_format
 from dms_train.hf.selftest import SelfTest
 from dms_train.method.base import MethodSpec
@@ -32,8 +33,17 @@ def architecture():
     return replace(tiny_architecture("llama"), vocab_size=50)
 
 
-def write_model(path: Path, spec: MethodSpec | None, seed: int, tokenizer: Path, selftest=None):
-    a = architecture()
+def windowed_architecture():
+    """A layer that reads 9 tokens, then one that reads all."""
+    base = 1e4
+    layers = LayerAttention(rotary_base=base, window=9), LayerAttention(rotary_base=base)
+    return replace(tiny_architecture("qwen3"), vocab_size=50, num_layers=2, layers=layers)
+
+
+def write_model(
+    path: Path, spec: MethodSpec | None, seed: int, tokenizer: Path, selftest=None, a=None
+):
+    a = a or architecture()
     write_export(
         path,
         architecture=a,

@@ -15,7 +15,12 @@ from dms_train.cli.evaluate import main
 from dms_train.data_prep.exam_sheets import problem
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.evaluation.tasks.prompts import load_tokenizer
-from tests.unit.evaluation.conftest import SPEC, architecture, write_model
+from tests.unit.evaluation.conftest import (
+    SPEC,
+    architecture,
+    windowed_architecture,
+    write_model,
+)
 from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import varied_weights
 
@@ -90,6 +95,14 @@ def test_a_policy_acts_on_the_model_only(workspace):
     assert found["original"]["windows"] == found["model"]["windows"] == 1
     assert found["original"]["continuation"]["cr_factor"] == pytest.approx(1)
     assert found["model"]["continuation"]["cr_factor"] > 3
+
+
+def test_layers_with_a_window_do_not_count_as_compressed(workspace):
+    tokenizer = workspace / "tokenizer"
+    write_model(workspace / "windowed", None, 0, tokenizer, a=windowed_architecture())
+    assert main(words(workspace, "windowed", "--limit", "1")) == 0
+    found = json.loads((workspace / "out" / "windowed.json").read_text())["model"]
+    assert found["window"]["cr_factor"] == found["continuation"]["cr_factor"] == 1.0
 
 
 @pytest.mark.parametrize(

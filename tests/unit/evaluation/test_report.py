@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +69,16 @@ def test_report(result, rows, tmp_path):
     for name in (report.TRAINING, report.RETENTION):
         assert f"]({name})" in text
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_the_report_have_the_numbers_of_the_layers(result, tmp_path):
+    student = result.accuracies["student"]
+    cost = replace(student.cost, layers=(3, 7))
+    accuracies = {**result.accuracies, "student": replace(student, cost=cost)}
+    report.write(replace(result, accuracies=accuracies), tmp_path, None)
+    table = (tmp_path / report.REPORT).read_text().split("cr_factor by layer and KV head:")[1]
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
+    assert rows[2:] == ["3", "7"]
 
 
 def test_without_matplotlib(result, rows, tmp_path, monkeypatch):

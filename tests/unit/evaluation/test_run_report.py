@@ -44,6 +44,7 @@ ROWS = [
         "eval/kl": 0.0456,
         "eval/cr": 2.7,
         "eval/kept": KEPT,
+        "eval/kept_layers": [0, 2, 5],
     },
     {"step": STEPS, "tokens": 4096 * STEPS, "train/checkpoint_seconds": 1.75, "note": "</script>"},
     {

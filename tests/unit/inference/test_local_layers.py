@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from io import BytesIO
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from dms_train.cli.generate import main
 from dms_train.export.writer import write_export
 from dms_train.families import LayerAttention
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.heatmap import draw_heatmap
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.kernels import dispatch
+from dms_train.server.generation import _kv_usage
 from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import (
     random_ids,
@@ -92,6 +97,32 @@ def test_ratios_count_the_other_layers_and_bytes_count_all(exports):
     assert evicts.cr_factor == pytest.approx(1 / (1 / evicts.cr_factors).mean().item())
     assert 1.2 < evicts.cr_factor < 3
     assert evicts.live_bytes < dense.live_bytes
+
+
+def test_usage_of_a_server_counts_the_other_layers(exports):
+    params = replace(GREEDY, n=2)
+    dense, evicts = (
+        LLM(exports[name]).generate([random_ids(30, seed=1)], params) for name in ("dense", "dms")
+    )
+    assert _kv_usage(dense)["cr_factor"] == 1.0
+    costs = [completion.kv for completion in evicts[0].outputs]
+    held = sum((kv.tokens / kv.cr_factors).mean().item() for kv in costs)
+    expected = sum(kv.tokens for kv in costs) / held
+    assert _kv_usage(evicts)["cr_factor"] == pytest.approx(expected)
+
+
+def test_dms_generate_prints_and_draws_the_numbers_of_the_layers(exports, tmp_path, capsys):
+    files = tmp_path / "out.json", tmp_path / "heat.png"
+    command = [str(exports["dms"]), "--token-ids", "1,2,3", "--max-tokens", "9"]
+    assert main([*command, "--json", str(files[0]), "--plot", str(files[1])]) == 0
+    table = capsys.readouterr().out.split("cr_factor by layer")[1].splitlines()[1:]
+    assert [int(line.split()[0]) for line in table] == [0, 2]
+    assert json.loads(files[0].read_text())["total"]["layers"] == [0, 2]
+    pictures = [BytesIO() for _ in range(3)]
+    for picture, numbers in zip(pictures, (None, (0, 1), (0, 2)), strict=True):
+        draw_heatmap(torch.ones(2, 2), picture, "title", layer_numbers=numbers)
+    plain, same, other = (picture.getvalue() for picture in pictures)
+    assert plain == same != other
 
 
 def test_generate_frees_what_the_windows_leave(exports, load):

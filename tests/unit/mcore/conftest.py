@@ -24,7 +24,7 @@ def view() -> Iterator[ParallelView]:
 
 @pytest.fixture(scope="module")
 def build(view: ParallelView) -> Callable[..., McoreEngine]:
-    """(family, preset, dtype, **spec changes) -> engine with small eviction channels."""
+    """(family, preset, dtype, sizes, **spec changes) -> engine with small eviction channels."""
 
     def _build(
         family: str,
@@ -32,13 +32,14 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
         dtype: str = "fp32",
         trains: bool = True,
         kernels: str = "auto",
+        sizes: dict[str, object] | None = None,
         train: str = "all",
         **changes: object,
     ) -> McoreEngine:
         base = PRESETS[preset]
         window = {"window": 4} if base.kind == "dms" else {}
         spec = base.override(**{**window, **changes})
-        architecture = tiny.architecture(family, num_layers=2)
+        architecture = tiny.architecture(family, num_layers=2, **(sizes or {}))
         options = TrainEngineOptions(
             parallel=ParallelOptions(params_dtype=dtype),
             optim=OptimOptions(lr=1e-3),

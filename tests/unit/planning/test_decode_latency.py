@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.planning.decode_latency import decode_step
 from dms_train.planning.gpus import GPUS
@@ -69,6 +72,16 @@ def test_compression_divides_the_length():
         compressed = decode_step(LLAMA, H100, batch=256, length=8192, cr=cr)
         assert compressed == decode_step(LLAMA, H100, batch=256, length=int(8192 / cr))
     assert decode_step(LLAMA, H100, batch=256, length=8192, cr=8).kv_share < 0.75
+
+
+def test_compression_leaves_layers_with_a_window_as_they_are():
+    full, local = (LayerAttention(rotary_base=1e4, window=window) for window in (None, 1024))
+    a = replace(LLAMA, family="qwen3", layers=(local, full) * 16)
+    for length, held in ((8192, 16 * (1024 + 2048)), (512, 16 * (512 + 128))):
+        found = decode_step(a, H100, batch=3, length=length, cr=4.0)
+        assert found.kv_reads == 3 * held * 2 * 2 * 1024  # keys and values of 2 bytes
+        empty = decode_step(a, H100, batch=3, length=0)
+        assert found.flops - empty.flops == 3 * held * 2 * 2 * 4096
 
 
 def test_a_large_batch_of_short_texts_is_bound_by_computation():

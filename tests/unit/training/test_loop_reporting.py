@@ -48,6 +48,7 @@ def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:
         rows[1]["train/tokens_per_second"] * 3 * 10.0 / 2 / 1e12
     )
     assert rows[11]["eval/kept"] == ((0.5, 1.0),)
+    assert rows[11]["eval/kept_layers"] == (3,)
     assert "train/target_cr" not in rows[3]
 
 

@@ -23,6 +23,7 @@ from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.inference.errors import InferenceError
 from dms_train.kernels import dispatch
+from tests.unit.evaluation.conftest import SPEC, windowed_architecture, write_model
 from tests.unit.inference.conftest import WINDOW
 
 CPU = torch.device("cpu")
@@ -187,6 +188,21 @@ def test_a_row_of_the_cache_is_for_the_longest_prompt_and_chain(target, sheets):
     long = prepare(compose_evaluation(words(target, sheets, "x", "sweep.lengths=[64]")))
     stored = json.loads((target.export / "config.json").read_text())
     assert long.engine.max_model_len == stored["max_position_embeddings"]
+
+
+def test_chains_do_not_share_a_prompt_that_leaves_a_layers_window(
+    target, sheets, tokenizer, tmp_path
+):
+    """A layer with a window drops prompt tokens later than the policy does, or without one."""
+    assert prepare(compose_evaluation(words(target, sheets, "x"))).window == WINDOW
+    write_model(tmp_path / "export", SPEC, 0, tokenizer, a=windowed_architecture())
+    windowed = replace(target, export=tmp_path / "export")
+    for policy in ("auto", "keep_all"):
+        given = words(windowed, sheets, "x", f"policy={policy}")
+        assert prepare(compose_evaluation(given)).window is None
+    given = words(windowed, sheets, "x", "policy=h2o", "policy.budget=16")
+    with pytest.raises(InferenceError, match="policy=h2o: does not support"):
+        prepare(compose_evaluation(given))
 
 
 def test_the_window_policy_takes_its_window_from_its_ratio(target, sheets, tmp_path):
