@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from dms_train.app.start_point import find_start, with_student
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError
+from dms_train.mcore.options import ALL_WEIGHTS
 from tests.support import launch, paused_run
 from tests.support.ranks import dms_train, run_ranks
 
@@ -310,7 +311,7 @@ def test_a_run_folder_stands_for_its_newest_whole_checkpoint(folder: Path, tmp_p
     shutil.copytree(whole, damaged)
     next(damaged.glob("*.distcp")).write_bytes(b"")
     config = compose(["model=scratch", "data.paths=[x]", "experiment=tiny_pretrain", *TINY])
-    assert with_student(find_start(config), run).student == whole
+    assert with_student(find_start(config), run, ALL_WEIGHTS).student == whole
     shutil.rmtree(whole)
     with pytest.raises(ConfigError, match=r"run: this run has no whole checkpoint \(.*; load anot"):
-        with_student(find_start(config), run)
+        with_student(find_start(config), run, ALL_WEIGHTS)
