@@ -176,8 +176,8 @@ def _meaning(result: ValidationResult) -> str:
     lines = [
         "In brackets: 95% bootstrap interval over sequences or sheets.",
         "",
-        "- cr_factor: tokens seen over cache slots held at the last token, without layers that "
-        "have a sliding window.",
+        "- cr_factor: tokens seen over cache slots held at the last token, in the layers of the "
+        "table below.",
         "- KV reads: slots attended by one sequence, mean over KV heads; summed over the decoding "
         "steps of an answer, or over all tokens of a validation sequence.",
         "- peak tokens: most tokens a sequence held at a time, mean over KV heads and sequences.",

@@ -27,7 +27,7 @@ ALLOWED = {
 }
 DIGESTS = {
     "configuration_dmc.py": "aa3ca3450510fbef",
-    "configuration_dms.py": "2c34f62c64ab592a",
+    "configuration_dms.py": "03f24e7a8b917cdb",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
     "generation_dms.py": "661642c9e2f29633",
