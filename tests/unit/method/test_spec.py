@@ -14,6 +14,7 @@ from dms_train.method.spec import PRESETS, NewerSpecError, options_from, spec_fr
 
 COMMON = {
     "kind": "dms",
+    "train": "all",
     "alpha_scale": 100.0,
     "alpha_offset": 5.0,
     "tau": 0.1,
@@ -22,6 +23,7 @@ COMMON = {
 }
 DMC = {
     "kind": "dmc",
+    "train": "all",
     "channel": -1,
     "alpha_scale": 100.0,
     "alpha_offset": 5.0,
@@ -44,6 +46,7 @@ DMC_TABLE: dict[str, dict[str, Any]] = {
 }
 TRIM_KV = {
     "kind": "trim_kv",
+    "train": "channel",
     "channel": 0,
     "alpha_scale": 100.0,
     "alpha_offset": 8.0,
@@ -57,6 +60,7 @@ TRIM_KV = {
 }
 KVZAP = {
     "kind": "kvzap",
+    "train": "channel",
     "channel": 0,
     "alpha_scale": 10.0,
     "alpha_offset": 5.0,
@@ -100,7 +104,7 @@ def test_presets_are_exactly_the_table() -> None:
 
 
 def test_what_is_stored_is_the_version_and_what_no_training_decides() -> None:
-    training = {"alpha_in_loss", "aux_form", "consistency", "prior", "capacity_weight"}
+    training = {"train", "alpha_in_loss", "aux_form", "consistency", "prior", "capacity_weight"}
     for name, preset in PRESETS.items():
         values = dataclasses.asdict(preset)
         kept = {key: value for key, value in values.items() if key not in training}
@@ -263,7 +267,7 @@ def test_governing_shift_adds_the_window_only_when_immediate(
 
 def test_every_problem_of_a_method_is_named_at_once() -> None:
     values = {**dataclasses.asdict(PRESETS["dms"].spec), "window": 0, "channel": -2, "tau": 0.0}
-    training = {"alpha_in_loss": "soft", "aux_form": "mean"}
+    training = {"train": "all", "alpha_in_loss": "soft", "aux_form": "mean"}
     lines = list(limits.problems(DMSOptions(**values, **training), "method"))
     keys = {line.partition("=")[0] for line in lines}
     assert keys == {"method.window", "method.channel", "method.tau"}
