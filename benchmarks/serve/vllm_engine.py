@@ -241,11 +241,9 @@ class InProcess:
     """Engine in this process, as the server of `steady.Traffic`."""
 
     def __init__(self, vllm: Any, llm: Any) -> None:
-        self._engine, self._params, self._numbers = (
-            llm.llm_engine,
-            vllm.SamplingParams,
-            itertools.count(),
-        )
+        self._engine = llm.llm_engine
+        self._params = vllm.SamplingParams
+        self._numbers = itertools.count()
         self._deltas = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
 
     def add(self, prompt: list[int], new: int) -> str:

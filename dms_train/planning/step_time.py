@@ -184,9 +184,8 @@ def sent_bytes(stage: PipelineStage) -> SentBytes:
         expert=stage.microbatches * _ring(layers * _routed_bytes(m), m.tp * m.ep),
         data=trained * (_FP32 + m.width),
         pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
-        embedding=stage.shared_table
-        * 4.0
-        * m.trains_all,  # an all-reduce of two ranks sends the tensor once
+        # an all-reduce of two ranks sends the tensor once
+        embedding=float(_FP32) * stage.shared_table * m.trains_all,
     )
 
 

@@ -41,6 +41,23 @@ def varied_weights(a, seed: int):
     return weights
 
 
+def write_folder(path: Path, a, spec: MethodSpec | None, weights) -> None:
+    """Write an export in float32, of a dense model if there is no method."""
+    write_export(
+        path,
+        architecture=a,
+        spec=spec,
+        cr_factor=None,
+        target_cr=2.0,
+        dtype=torch.float32,
+        export_format="dms" if spec is None else spec.kind,
+        weights=weights.items(),
+        source_dir=None,
+        selftest=None,
+        provenance={},
+    )
+
+
 @pytest.fixture(params=["chunk after chunk", "one pass"])
 def prompts_pass(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with both ways in which the kernels compute the prompts of a step."""
@@ -58,19 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if key not in known:
             a = tiny_architecture(family, tied)
             known[key] = tmp_path_factory.mktemp("model") / "export"
-            write_export(
-                known[key],
-                architecture=a,
-                spec=spec,
-                cr_factor=None,
-                target_cr=2.0,
-                dtype=torch.float32,
-                export_format="dms" if spec is None else spec.kind,
-                weights=varied_weights(a, seed).items(),
-                source_dir=None,
-                selftest=None,
-                provenance={},
-            )
+            write_folder(known[key], a, spec, varied_weights(a, seed))
         return known[key]
 
     return _folder

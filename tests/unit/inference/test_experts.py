@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.export.writer import write_export
-from dms_train.hf.architecture import Architecture
 from dms_train.hf.architecture import Experts as Sizes
 from dms_train.inference.llm import LLM
 from dms_train.inference.models.experts import Experts, MixtureOfExperts
 from dms_train.inference.options import SamplingParams
-from tests.unit.inference.conftest import random_ids, tiny_architecture, varied_weights
+from tests.unit.inference.conftest import (
+    random_ids,
+    tiny_architecture,
+    varied_weights,
+    write_folder,
+)
 
 TOKENS = 9
 BARS = {torch.float32: 1e-5, torch.bfloat16: 0.03}
@@ -54,30 +57,15 @@ def expected(module: MixtureOfExperts, x: Tensor, *, normalize: bool) -> Tensor:
     return torch.stack(rows)
 
 
-def _write(folder: Path, a: Architecture, weights: dict[str, Tensor]) -> None:
-    write_export(
-        folder,
-        architecture=a,
-        spec=None,
-        cr_factor=None,
-        target_cr=1.0,
-        dtype=torch.float32,
-        export_format="dms",
-        weights=weights.items(),
-        source_dir=None,
-        selftest=None,
-        provenance={},
-    )
-
-
 def test_a_model_with_one_expert_is_a_model_with_an_mlp(tmp_path: Path) -> None:
     sizes = Sizes(count=1, topk=1, ffn_hidden_size=16, normalize=False)
     a = replace(tiny_architecture("qwen3_moe"), experts=sizes)
     weights = varied_weights(a, 0)
-    _write(tmp_path / "experts", a, weights)
+    write_folder(tmp_path / "experts", a, None, weights)
     plain = replace(a, family="qwen3", experts=None, ffn_hidden_size=16)
     renamed = {name.replace("experts.0.", ""): w for name, w in weights.items()}
-    _write(tmp_path / "mlp", plain, {n: w for n, w in renamed.items() if ".gate." not in n})
+    dense = {name: w for name, w in renamed.items() if ".gate." not in name}
+    write_folder(tmp_path / "mlp", plain, None, dense)
     greedy = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
     found, same = (
         LLM(tmp_path / name).generate([random_ids(9, seed=1)], greedy)[0].outputs[0].token_ids

@@ -11,7 +11,6 @@ import torch
 from transformers import DynamicCache
 
 from dms_train.cli.generate import main
-from dms_train.export.writer import write_export
 from dms_train.families import LayerAttention
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
@@ -25,6 +24,7 @@ from tests.unit.inference.conftest import (
     small_spec,
     tiny_architecture,
     varied_weights,
+    write_folder,
 )
 
 WIDTH = 6  # shorter than the window of the method, so that one cannot stand for the other
@@ -48,19 +48,7 @@ def exports(model, tmp_path_factory):
     made = {}
     for name, spec in {"dense": None, "dms": small_spec("dms_nvidia")}.items():
         made[name] = tmp_path_factory.mktemp(name) / "export"
-        write_export(
-            made[name],
-            architecture=a,
-            spec=spec,
-            cr_factor=None,
-            target_cr=2.0,
-            dtype=torch.float32,
-            export_format="dms",
-            weights=weights.items(),
-            source_dir=None,
-            selftest=None,
-            provenance={},
-        )
+        write_folder(made[name], a, spec, weights)
     return made
 
 
