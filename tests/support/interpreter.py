@@ -12,6 +12,7 @@ Where rounding to FP8 reaches the next power of two, it loses the carry, so that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
+@functools.cache
 def leave_out_idle_work() -> None:
     """For all kernels of this process; nothing changes where triton is built otherwise."""
     _find_functions_once()
