@@ -91,12 +91,25 @@ def search(
     """Return all layouts that divide and fit, fastest step first."""
     c = calibration()
     layouts = (
-        planned(candidate, architecture, world_size, gpu)
+        _if_it_fits(candidate, architecture, world_size, gpu)
         for candidate in _candidates(config, architecture, world_size)
         if not any(divide.problems(candidate, world_size, architecture))
     )
-    fitting = [layout for layout in layouts if layout.needed(c) <= gpu.memory]
+    fitting = [layout for layout in layouts if layout is not None]
     return sorted(fitting, key=lambda layout: (layout.time.total, layout.needed(c)))
+
+
+def _if_it_fits(
+    config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu
+) -> Layout | None:
+    """Plan a configuration up to its first stage that does not fit, which rules out most."""
+    c = calibration()
+    stages, needs = memory.stages_of(config, architecture, world_size), []
+    for stage in stages:
+        needs.append(memory.of_stage(stage))
+        if needs[-1].needed(c, world_size) > gpu.memory:
+            return None
+    return Layout(config, needs, step_time(stages, gpu, c), world_size)
 
 
 def _candidates(
