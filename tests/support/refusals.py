@@ -266,8 +266,8 @@ def run_as(world_size: int) -> Runner:
 
 
 def run_alone(words: list[str]) -> Outcome:
-    """A process of its own, as a user starts it."""
-    done = launch.python("-m", module(words[0]), *words[1:])
+    """A process of its own."""
+    done = launch.module(module(words[0]), *words[1:])
     return Outcome(code=done.returncode, stderr=done.stderr)
 
 
