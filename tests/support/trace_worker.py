@@ -70,13 +70,13 @@ def compared(layout: str) -> dict[str, Any]:
     """Bytes that the first and last stage send, by group, and what the plan counts."""
     made, model = config(layout), architecture(layout)
     stages = stages_of(made, model, WORLD_SIZE)
-    ends = {}
-    for end, stage in (("first", 0), ("last", len(stages) - 1)):
+    found = {}
+    for stage in sorted({0, len(stages) - 1}):
         sent: dict[str, float] = {}
         for collective, traffic in collectives.trace(made, model, WORLD_SIZE, stage).items():
             sent[collective.group] = sent.get(collective.group, 0.0) + traffic.sent_bytes
-        ends[end] = {"sent": sent, "planned": sent_bytes(stages[stage])._asdict()}
-    return ends
+        found[stage] = {"sent": sent, "planned": sent_bytes(stages[stage])._asdict()}
+    return {"first": found[0], "last": found[len(stages) - 1]}
 
 
 def whole() -> dict[str, Any]:
