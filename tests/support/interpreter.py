@@ -23,6 +23,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+_OPTIONS = ("allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod")
+
 
 @functools.cache
 def leave_out_idle_work() -> None:
@@ -31,7 +33,7 @@ def leave_out_idle_work() -> None:
     _replace_functions_once_a_launch()
     _call_functions_directly()
     _keep_types()
-    _broadcast_different_shapes_only()
+    _convert_different_types_only()
     _compare_types_by_identity_first()
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
@@ -84,6 +86,7 @@ def _replace_functions_once_a_launch() -> None:
     scope_type = getattr(interpreter, "_LangPatchScope", None)
     if not _has_parameters(replace, "fn") or scope_type is None:
         return
+    named_by: dict[Any, set[ModuleType]] = {}
     replaced: set[ModuleType] = set()
 
     class Scope(scope_type):  # type: ignore[misc, valid-type]
@@ -92,11 +95,13 @@ def _replace_functions_once_a_launch() -> None:
             replaced.clear()
 
     def replace_new(fn: Any) -> Any:
-        used = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
-        if used <= replaced:
+        if fn not in named_by:
+            values = fn.__globals__.values()
+            named_by[fn] = {value for value in values if value is tl or value is tl.core}
+        if named_by[fn] <= replaced:
             return Scope()
         scope = replace(fn)
-        replaced.update(used)
+        replaced.update(named_by[fn])
         return scope
 
     interpreter._LangPatchScope = Scope
@@ -158,10 +163,19 @@ def _keep_types() -> None:
     interpreter._get_np_dtype = numpy_type
 
 
-def _broadcast_different_shapes_only() -> None:
+def _convert_different_types_only() -> None:
+    """Operands of one type are taken as they are, except pointers and those of a division."""
+    convert = TritonSemantic.binary_op_type_checking_impl
     broadcast = TritonSemantic.broadcast_impl_value
-    if not _has_parameters(broadcast, "self", "lhs", "rhs"):
-        return
+
+    def convert_different(
+        self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool
+    ) -> tuple[Any, Any]:
+        divides = named.get("div_or_mod", len(options) == 4)
+        kept = not divides and isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        if kept and lhs.type is rhs.type and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return convert(self, lhs, rhs, *options, **named)
 
     def broadcast_different(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
@@ -170,7 +184,10 @@ def _broadcast_different_shapes_only() -> None:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
-    TritonSemantic.broadcast_impl_value = broadcast_different
+    if _has_parameters(convert, "self", "lhs", "rhs", *_OPTIONS):
+        TritonSemantic.binary_op_type_checking_impl = convert_different
+    if _has_parameters(broadcast, "self", "lhs", "rhs"):
+        TritonSemantic.broadcast_impl_value = broadcast_different
 
 
 def _compare_types_by_identity_first() -> None:
