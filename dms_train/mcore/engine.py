@@ -37,7 +37,7 @@ from dms_train.mcore.schedule.step_statistics import DeviceTotals, PassTotals, S
 from dms_train.method.base import MethodOptions
 from dms_train.method.layer import method_layer
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
-from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
+from dms_train.method.token_losses import PLAIN_LOSS, TEACHER_LM, LossOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class McoreEngine:
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> DeviceTotals:
         needs_teacher = plan.token_loss.needs_teacher
-        if needs_teacher and not self._models[0].has_teacher:
+        if needs_teacher and not self.has_teacher:
             raise ModelError(
                 f"loss={plan.loss}: needs a teacher and none is attached; name it in model.path"
             )
@@ -277,6 +277,19 @@ class McoreEngine:
             **extra,
         )
 
+    @property
+    def has_teacher(self) -> bool:
+        """True if a teacher is attached."""
+        return self._models[0].has_teacher
+
+    def teacher_loss(self, batches: list[Batch]) -> float:
+        """Return the teacher's cross-entropy of batches in nats per token, the same on all ranks.
+
+        Raises:
+            ModelError: No teacher is attached.
+        """
+        return self.evaluate(StepPlan(loss=TEACHER_LM), batches).token_loss
+
     def reset_eviction_channel(self) -> None:
         """Zero the projection rows, bias and optimizer state of the eviction channels.
 
@@ -313,7 +326,7 @@ class McoreEngine:
         Returns:
             KL divergence from the teacher, or cross-entropy where there is none, in nats per token.
         """
-        plan = StepPlan(loss="distill" if self._models[0].has_teacher else "lm")
+        plan = StepPlan(loss="distill" if self.has_teacher else "lm")
         losses = []
         for channel in channels:
             with self._zeroed(channel):

@@ -171,6 +171,8 @@ class RunOptions:
             folder that already holds one.
         load: Megatron checkpoint whose weights the student starts from, instead of the model's; a
             run folder stands for its newest whole checkpoint. An export is accepted too.
+        check_teacher: Refuse to start when the teacher predicts the training data no better than by
+            guessing. Switch it off for a teacher with random weights.
         max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
         async_save: Write checkpoints in the background while training continues.
@@ -186,6 +188,7 @@ class RunOptions:
     seed: Annotated[int, AtLeast(0), Below(_SEEDS)] = 1234
     resume: Annotated[str, OneOf("auto", "never")] = "auto"
     load: str | None = None
+    check_teacher: bool = True
     max_skipped_steps: Annotated[int, AtLeast(1)] = 3
     save_interval: Annotated[int, AtLeast(0)] = 100
     async_save: bool = True

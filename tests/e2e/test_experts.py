@@ -32,6 +32,7 @@ def test_a_model_with_experts_is_retrofitted_exported_and_generates(tmp_path: Pa
         "stage.export.every_integer_cr": "false",
         "run.dir": tmp_path / "run",
         "run.eval_samples": 4,
+        "run.check_teacher": "false",  # random weights
         "observe.wandb": "disabled",
     }
     launch.checked(

@@ -72,6 +72,7 @@ class Inputs:
             "stage.retrofit.target_cr=3",
             f"stage.retrofit.steps_per_cr={self.stage_steps}",
             "run.save_interval=3",
+            "run.check_teacher=false",  # random weights
             "run.eval_samples=4",
             "observe=quiet",
             "observe.progress=false",

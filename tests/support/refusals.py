@@ -201,6 +201,7 @@ def _overrides(model: Path, data: Path, run: Path, changes: tuple[str, ...]) -> 
         f"run.dir={run}",
         "run.save_interval=1",
         "run.keep_checkpoints=9",
+        "run.check_teacher=false",  # random weights
         "run.eval_samples=2",
         "observe=quiet",
         "observe.progress=false",

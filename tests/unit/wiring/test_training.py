@@ -375,6 +375,7 @@ ELSEWHERE = {
         "unit/app/test_trace.py::test_ddp_bucket_size_divides_the_reduction_of_gradients"
     ),
     "run.resume": "e2e/bad_inputs/test_run.py::test_bad_input_is_refused",
+    "run.check_teacher": ("unit/wiring/test_teacher_check.py::test_a_silent_teacher_is_refused"),
     "run.dry_run": "e2e/test_evaluate_stage.py::test_the_plan_names_the_tasks",
 }
 
