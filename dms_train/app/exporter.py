@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dms_train.app.weight_files import write_weights
+from dms_train.export.card import EARLY_STOP
 from dms_train.export.writer import check_replaceable, partial_directory, write_export
 from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
@@ -162,8 +163,8 @@ class ModelExporter:
 
 
 def _provenance(state: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    kept = ("step", "consumed_samples", "target_cr")
-    return {**{key: state[key] for key in kept if key in state}, **run}
+    kept = ("step", "consumed_samples", "target_cr", EARLY_STOP)
+    return {**{key: state[key] for key in kept if state.get(key) is not None}, **run}
 
 
 def run_provenance(

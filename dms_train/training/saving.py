@@ -113,7 +113,13 @@ class Saver:
 
         A run that resumes from a checkpoint without the record does it again.
         """
-        path = self.path(state)
+        self._annotate(self.path(state), values)
+
+    def release(self, step: int) -> None:
+        """Let the permanent checkpoint of a step be deleted like any other."""
+        self._annotate(self.step_path(step), {"permanent": False})
+
+    def _annotate(self, path: Path, values: dict[str, Any]) -> None:
         try:
             self.engine.annotate(path, values)
         except (OSError, ValueError) as error:

@@ -236,6 +236,9 @@ WIRES: dict[str, Wire] = {
     "stage.retrofit.annealing": Wire(
         "immediate", lambda b: {plan.target_cr for plan in plans("retrofit")(b)}, {3.0}
     ),
+    "stage.retrofit.max_kl": Wire(
+        0.8, lambda b: next(s.max_kl for s in b.prepared.stages if s.name == "retrofit")
+    ),
     "stage.retrofit.loss": Wire("lm", losses("retrofit"), {"lm"}),
     "stage.retrofit.lr": Wire(3e-3, max_lr("retrofit")),
     "stage.hold.steps": Wire(4, lambda b: len(plans("hold")(b))),
