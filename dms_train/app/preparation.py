@@ -56,6 +56,9 @@ def prepare(config: RunConfig) -> Prepared:
         start = original if load is None else with_student(original, Path(load), trainable)
         start.require(with_known_channel(config.method, start.spec).spec)
         _check_eviction_channel(config, start)
+        if start.student is not None and launcher.rank() == 0:
+            ratio = start.state.loaded_cr
+            log.logger().info("run.load=%s: its compression ratio is %g", start.student, ratio)
     spec = with_known_channel(config.method, start.spec).spec
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, start.state.loaded_cr)
     _check_data(config, start)
