@@ -459,6 +459,25 @@ MUTATIONS = [
         "self._masks.get($$$PLACE)[:-1]",
         "tests/unit/data/test_packing.py::test_samples_hold_the_documents_of_their_split_with_their_mask[True]",
     ),
+    # The start and the end of an annealing
+    Mutation(
+        "the check of the teacher measures the student",
+        "dms_train/mcore/layers/vocabulary_losses.py",
+        "next_token_loss($TEACHER, $$$REST)",
+        "next_token_loss(self.student, $$$REST)",
+        "tests/unit/wiring/test_teacher_check.py::"
+        "test_the_teacher_is_measured_and_not_the_student[lora]",
+        inside="teacher_cross_entropy",
+    ),
+    Mutation(
+        "an early stop keeps the weights of the ratio above the limit",
+        "dms_train/training/loop.py",
+        "components.engine.load(saver.step_path(state.kept_step), with_optimizer=True)",
+        "components.saver.engine.load(saver.step_path(state.step), with_optimizer=True)",
+        "tests/unit/training/test_kl_limit.py::"
+        "test_the_run_holds_and_exports_the_last_ratio_within_the_limit",
+        inside="_return_to_kept",
+    ),
     # The scheduler
     Mutation(
         "the first sequence after another one is preempted for it",
