@@ -82,15 +82,16 @@ def checkpoint_count(config: RunConfig, loaded_cr: float, begin: str) -> int:
     remaining = _trained(stages[config.stage.run.index(begin) :])
     if not remaining:
         return 0
-    in_branches = any(True for stage in remaining for _ in taken_branches(stage))
+    returns = any(list(taken_branches(stage)) or _kept_steps(stage) for stage in remaining)
     saves, first = 0, 0
     for stage in _trained(stages):
         saved = {stage.steps, *(step - first for step in _interval_steps(config, first, stage))}
         if config.stage.export.every_integer_cr:
             saved.update(_ratio_steps(stage))
+        saved.update(_kept_steps(stage))
         saves, first = saves + len(saved), first + stage.steps
-    # one more is being written; a branch keeps the checkpoint at which it left
-    return min(saves, config.run.keep_checkpoints + 1) + in_branches
+    # one more is being written; another one is kept to return to
+    return min(saves, config.run.keep_checkpoints + 1) + returns
 
 
 def _export_width(config: RunConfig) -> int:
@@ -111,6 +112,11 @@ def _interval_steps(config: RunConfig, first: int, stage: Stage) -> range:
 def _ratio_steps(stage: Stage) -> list[int]:
     """Return the steps before the last one that pass an integer ratio."""
     return [step for step in range(1, stage.steps) if stage.integer_passed(step) is not None]
+
+
+def _kept_steps(stage: Stage) -> list[int]:
+    """Return the steps whose checkpoint an annealing with a KL limit may return to."""
+    return [] if stage.max_kl is None else _ratio_steps(stage)
 
 
 def _ends_exported(config: RunConfig, stage: Stage) -> bool:

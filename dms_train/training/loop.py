@@ -218,7 +218,7 @@ def _plan_export(
 def _release(kept: int | None, state: TrainState, components: TrainerComponents) -> None:
     """Let the checkpoint of an earlier kept ratio be deleted, after the save that replaces it."""
     if kept is not None and kept != state.kept_step:
-        components.saver.release(kept)
+        components.saver.release(kept, state)
 
 
 def _save(state: TrainState, components: TrainerComponents, *, stops: bool) -> None:

@@ -115,9 +115,11 @@ class Saver:
         """
         self._annotate(self.path(state), values)
 
-    def release(self, step: int) -> None:
-        """Let the permanent checkpoint of a step be deleted like any other."""
+    def release(self, step: int, state: TrainState) -> None:
+        """Treat the permanent checkpoint of a step like any other, after the save of `state`."""
         self._annotate(self.step_path(step), {"permanent": False})
+        if self.is_main_rank:
+            remove_old(self.path(state), self.options.keep_checkpoints, self._removals)
 
     def _annotate(self, path: Path, values: dict[str, Any]) -> None:
         try:
