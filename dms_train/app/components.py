@@ -8,7 +8,7 @@ from typing import Any
 from dms_train.app import run_folder, training_data
 from dms_train.app.export_evaluation import ModelValidator
 from dms_train.app.exporter import ModelExporter, run_provenance
-from dms_train.app.preparation import Prepared
+from dms_train.app.preparation import Prepared, configured_base
 from dms_train.app.samples import batch_source, datasets, selftest_tokens
 from dms_train.app.task_evaluation import TaskEvaluator
 from dms_train.app.watch import RunWatch
@@ -60,6 +60,7 @@ def trainer_components(
         source_dir=prepared.start.tokenizer_dir,
         params_dtype=config.parallel.params_dtype,
         provenance=provenance,
+        adapter_base=configured_base(config),
     )
     reporter = _reporter(prepared, prepared.start.state, view)
     saver = Saver(

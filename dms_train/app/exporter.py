@@ -11,15 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dms_train.app.weight_files import write_weights
+from dms_train.app.weight_files import write_adapter, write_weights
 from dms_train.export.writer import check_replaceable, partial_directory, write_export
 from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import dtype_name
+from dms_train.hf.formats.peft import FORMAT as PEFT
 from dms_train.hf.gguf_directory import read_gguf_record
 from dms_train.hf.selftest import SelfTest
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.options import Trainable
 from dms_train.method.accounting import cr_factor
 from dms_train.method.base import MethodSpec
 from dms_train.method.plan import StepPlan
@@ -50,8 +52,17 @@ def check_format(
     architecture: Architecture,
     params_dtype: str,
     target_cr: float,
+    adapter_base: str | None,
 ) -> None:
     """Refuse an export that its consumer would misread, before any weights exist.
+
+    Args:
+        options: Format and dtype.
+        spec: Specification of the training.
+        architecture: The model.
+        params_dtype: Precision of the training, `fp32` or `bf16`.
+        target_cr: Compression ratio asked for in training.
+        adapter_base: As `adapter_base` returns it.
 
     Raises:
         ExportRefused: As `formats.check_export`.
@@ -62,8 +73,22 @@ def check_format(
         dtype=dtype_name(export_dtype(options, spec, params_dtype)),
         target_cr=target_cr,
         block_size=options.paged_attention_block_size,
+        adapter_base=adapter_base,
     )
     formats.check_export(export_format(options, spec), model)
+
+
+def adapter_base(trainable: Trainable, model: str | None) -> str | None:
+    """Return how an adapter names its base model; None unless adapters are all that trains.
+
+    Args:
+        trainable: Weights that train.
+        model: Directory, GGUF file or hub id of the base model; None without one.
+    """
+    if model is None or not trainable.adapts:
+        return None
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
 
 
 def check_folder(exports: Path, stage: StageOptions, target_cr: float) -> None:
@@ -87,6 +112,7 @@ class ModelExporter:
         tokens: int64 [T], the text of the self-test.
         source_dir: Model directory whose tokenizer files are carried over.
         params_dtype: Precision of the training, `fp32` or `bf16`.
+        adapter_base: Base model of the format `peft`, see `adapter_base`.
     """
 
     engine: McoreEngine
@@ -96,6 +122,7 @@ class ModelExporter:
     source_dir: Path | None
     params_dtype: str
     provenance: dict[str, Any]
+    adapter_base: str | None = None
 
     def export(self, name: str, state: dict[str, Any]) -> Path:
         """Write both checkpoints; every rank calls it."""
@@ -126,6 +153,15 @@ class ModelExporter:
         spec = engine.spec if compressed else None
         dtype = export_dtype(self.options, spec, self.params_dtype)
         selftest, measured = self._selftest() if compressed else (None, None)
+        layout = export_format(self.options, engine.spec)
+        base = self.adapter_base if compressed and layout == PEFT.name else None
+
+        def weights(directory: Path) -> None:
+            if base is None:
+                write_weights(engine, directory, dtype)
+            else:
+                write_adapter(engine, directory, base)
+
         if engine.view.rank == 0:
             advice = write_export(
                 path,
@@ -134,17 +170,18 @@ class ModelExporter:
                 cr_factor=measured,
                 target_cr=float(state["target_cr"]),
                 dtype=dtype,
-                export_format=export_format(self.options, engine.spec),
-                weights=lambda directory: write_weights(engine, directory, dtype),
+                export_format=layout,
+                weights=weights,
                 source_dir=self.source_dir,
                 selftest=selftest,
                 block_size=self.options.paged_attention_block_size,
                 provenance=_provenance(state, self.provenance),
+                adapter_base=base,
             )
             for line in advice:
                 logger().warning(line)
         else:
-            write_weights(engine, partial_directory(path), dtype)
+            weights(partial_directory(path))
         dist.barrier()
 
     def _selftest(self) -> tuple[SelfTest | None, float | None]:

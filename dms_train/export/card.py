@@ -197,8 +197,10 @@ def _summary(spec: MethodSpec) -> str:
 
 def _training(model: ExportedModel, layout: ExportFormat) -> list[tuple[str, Any]]:
     measured = "not measured" if model.cr_factor is None else f"{model.cr_factor:.4g}"
+    base = model.adapter_base
     return [
         ("export format", f"`{layout.name}`, for {layout.consumer}"),
+        *([] if base is None else [("weights", f"an adapter of `{base}`, which is read with it")]),
         ("dtype", model.dtype),
         ("training step", model.provenance.get("step", UNKNOWN)),
         ("compression ratio asked for in training", f"{model.target_cr:g}"),

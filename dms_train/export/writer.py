@@ -128,6 +128,7 @@ def write_export(  # noqa: PLR0913 - all named
     selftest: SelfTest | None,
     block_size: int = 256,
     provenance: dict[str, Any],
+    adapter_base: str | None = None,
 ) -> list[str]:
     """Write a model directory; it appears complete or not at all.
 
@@ -144,6 +145,7 @@ def write_export(  # noqa: PLR0913 - all named
         selftest: Reference output; only with a spec.
         block_size: Tokens per page of NVIDIA's paged cache.
         provenance: JSON values that state where the weights come from.
+        adapter_base: Base model of an adapter; see `ExportedModel`.
 
     Returns:
         Advice about the format, and about a missing tokenizer, one line each.
@@ -163,6 +165,7 @@ def write_export(  # noqa: PLR0913 - all named
             block_size=block_size,
             cr_factor=cr_factor,
             provenance=provenance,
+            adapter_base=adapter_base,
         )
         advice = check_export(export_format, model)
         compressed = (model, find_format(export_format))

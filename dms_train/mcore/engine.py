@@ -26,7 +26,8 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters, fusions, retention
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.model import gathering, mapping, sharing, weights
+from dms_train.mcore.model import gathering, low_rank, mapping, sharing, weights
+from dms_train.mcore.model.low_rank import AdapterTensors
 from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
@@ -397,6 +398,12 @@ class McoreEngine:
         """Yield all tensors on rank 0, which holds them together; every rank must exhaust it."""
         for _, tensors in self.hf_shards():
             yield from tensors.items()
+
+    def adapter_tensors(self) -> AdapterTensors | None:
+        """Return the adapters in PEFT's format on rank 0, None elsewhere; every rank calls it."""
+        optim.wait_for_param_gather(self._chunks)
+        scale = self._options.trainable.lora.scale
+        return low_rank.collect(self._models, self.view, self.architecture.num_layers, scale)
 
     def hf_gradients(self) -> dict[str, Tensor]:
         """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
