@@ -52,16 +52,7 @@ def trainer_components(
         [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
     )
     provenance = _provenance(prepared)
-    exporter = ModelExporter(
-        engine=engine,
-        options=config.stage.export,
-        folder=prepared.folder / "exports",
-        tokens=selftest_tokens(valid or train, config),
-        source_dir=prepared.start.tokenizer_dir,
-        params_dtype=config.parallel.params_dtype,
-        provenance=provenance,
-        adapter_base=configured_base(config),
-    )
+    exporter = _exporter(prepared, engine, valid or train, provenance)
     reporter = _reporter(prepared, prepared.start.state, view)
     saver = Saver(
         engine=engine,
@@ -89,6 +80,25 @@ def trainer_components(
         global_batch_size=config.data.global_batch_size,
         eval_batches=eval_batches,
         every_integer_cr=_exports_integers(config),
+    )
+
+
+def _exporter(
+    prepared: Prepared,
+    engine: McoreEngine,
+    samples: TokenSamples | None,
+    provenance: dict[str, Any],
+) -> ModelExporter:
+    config = prepared.config
+    return ModelExporter(
+        engine=engine,
+        options=config.stage.export,
+        folder=prepared.folder / "exports",
+        tokens=selftest_tokens(samples, config),
+        source_dir=prepared.start.tokenizer_dir,
+        params_dtype=config.parallel.params_dtype,
+        provenance=provenance,
+        adapter_base=configured_base(config),
     )
 
 
