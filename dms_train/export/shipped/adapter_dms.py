@@ -6,6 +6,7 @@ ships; see the documentation of the export.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -29,6 +30,9 @@ class AdapterLoading(_Mixed):
         """Load a model as transformers does, or the base model of an adapter with its changes.
 
         The base model is read and changed in float32, and rounded to `dtype` afterwards.
+
+        Raises:
+            ValueError: The base model has other weights than that of the training.
         """
         hub = {key: kwargs[key] for key in _HUB if key in kwargs}
         file = cached_file(path, _CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
@@ -64,9 +68,13 @@ def _dtype(*stated: Any) -> torch.dtype:
 def _merge(model: Any, file: str, scale: float) -> None:
     """Change the weights of a model in float32."""
     with safe_open(file, framework="pt", device="cpu") as stored:
-        names = set(stored.keys())
-        # the training rounded the base model to this precision
-        trained = getattr(torch, (stored.metadata() or {}).get("trained_dtype", "float32"))
+        names, metadata = set(stored.keys()), stored.metadata()
+        trained = getattr(torch, metadata["trained_dtype"])  # the training rounded the base model
+        if _replaced_rows(model, trained) != metadata["base_rows_sha256"]:
+            raise ValueError(
+                f"{file}: its base model has other weights than that of the training; correct "
+                "base_model_name_or_path in adapter_config.json"
+            )
 
         def read(name: str, like: Tensor) -> Tensor:
             return stored.get_tensor(name).to(device=like.device, dtype=torch.float32)
@@ -80,3 +88,16 @@ def _merge(model: Any, file: str, scale: float) -> None:
                 parameter.copy_(parameter.to(trained).float() + change)
             elif name.endswith(".bias") and bias in names:
                 parameter.copy_(read(bias, parameter))
+
+
+def _replaced_rows(model: Any, trained: torch.dtype) -> str:
+    """Hash the rows of the base model that produce the eviction channels."""
+    digest = hashlib.sha256()
+    for layer in model._dms_layers():
+        attention = layer.self_attn
+        size, weight = attention.head_dim, attention.q_proj.weight
+        rows = torch.arange(0, len(weight), size * attention.num_key_value_groups)
+        rows = rows + attention.dms.numbers.channel % size
+        frozen = weight[rows.to(weight.device)].to(trained).float()
+        digest.update(frozen.cpu().numpy().tobytes())
+    return digest.hexdigest()

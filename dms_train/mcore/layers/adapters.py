@@ -151,7 +151,9 @@ class _Adapted(torch.nn.Module):
         return self._gathered(own, self.tp_axes[name]) if name in self.tp_axes else own
 
     def _gathered(self, own: Tensor, axis: int = 0) -> Tensor:
-        """Join the tensors of all tensor-parallel ranks along `axis`."""
+        """Join the tensors of all tensor-parallel ranks along `axis`; empty ones stay empty."""
+        if not own.numel():
+            return own
         own = own.contiguous()
         everyone = [torch.empty_like(own) for _ in range(self.tp_group.size())]
         dist.all_gather(everyone, own, group=self.tp_group)
@@ -291,7 +293,9 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
             index, rows = self._replaced(first, size)
             down, up = self._factors(target, size)
             select = up.new_zeros(len(up), len(rows))
-            select[rows, torch.arange(len(rows))] = 1 / self.trainable.lora.scale
+            select[rows, torch.arange(len(rows), device=rows.device)] = (
+                1 / self.trainable.lora.scale
+            )
             down = torch.cat([down, difference[index]])
             up = torch.cat([up.index_fill(0, rows, 0.0), select], 1)
             if len(down):

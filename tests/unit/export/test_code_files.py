@@ -19,6 +19,7 @@ from dms_train.families import FAMILIES
 ALLOWED = {
     "__future__",
     "dataclasses",
+    "hashlib",
     "importlib",
     "inspect",
     "json",
@@ -28,7 +29,7 @@ ALLOWED = {
     "typing",
 }
 DIGESTS = {
-    "adapter_dms.py": "2d42b01304af5208",
+    "adapter_dms.py": "349a77a94cfbc0c5",
     "configuration_dmc.py": "aa3ca3450510fbef",
     "configuration_dms.py": "03f24e7a8b917cdb",
     "configuration_llama_dmc.py": "efc398054bf24854",

@@ -166,18 +166,23 @@ def test_peft_computes_the_merged_export(exports: Exports) -> None:
 
 
 def test_a_wrong_or_missing_base_is_refused_in_one_line(tmp_path: Path, view: ParallelView) -> None:
+    from transformers import AutoModelForCausalLM
+
     exports = Exports(tmp_path, view, "biases")
     adapter = exports.write("peft")
     config = read_json(adapter / "adapter_config.json")
     other = tiny.SmallEvictionChannels(exports.architecture, 2, METHOD.channel)
     for base, message in (
-        (str(exports.dense("other", other.get)), "other weights than the base model"),
+        (str(exports.dense("other", other.get)), "other weights than th.* of the training"),
         (str(tmp_path / "gone"), "adapter_config.json: base_model_name_or_path: .*no such direct"),
         ("", "name the base model"),
     ):
         write_json(adapter / "adapter_config.json", {**config, "base_model_name_or_path": base})
         with pytest.raises((HFError, FileNotFoundError), match=message) as refusal:
             WeightReader(adapter)
+        if "other weights" in message:
+            with pytest.raises(ValueError, match=message):
+                AutoModelForCausalLM.from_pretrained(adapter, trust_remote_code=True)
         assert "\n" not in str(refusal.value)
     write_json(adapter / "adapter_config.json", config)
     weights = (adapter / "adapter_model.safetensors").read_bytes()
