@@ -106,7 +106,7 @@ def check_folder(exports: Path, stage: StageOptions, target_cr: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExporter:
-    """Writer of exports: `NAME/megatron` and `NAME/hf` below `folder`.
+    """Writer of exports: `NAME/megatron`, except beside an adapter, and `NAME/hf` below `folder`.
 
     Attributes:
         tokens: int64 [T], the text of the self-test.
@@ -125,13 +125,14 @@ class ModelExporter:
     adapter_base: str | None = None
 
     def export(self, name: str, state: dict[str, Any]) -> Path:
-        """Write both checkpoints; every rank calls it."""
+        """Write a checkpoint, except beside an adapter, and the export; every rank calls it."""
         path = self.folder / name
         if self.engine.view.rank == 0 and path.is_symlink():
             path.unlink()  # an alias of an earlier run; its target must stay unchanged
         dist.barrier()
-        described = {**state, **self.provenance}
-        self.engine.save_weights(path / "megatron", described)
+        if self._base(state) is None:
+            described = {**state, **self.provenance}
+            self.engine.save_weights(path / "megatron", described)
         self.write_hf(path / "hf", state)
         return path
 
@@ -153,8 +154,7 @@ class ModelExporter:
         spec = engine.spec if compressed else None
         dtype = export_dtype(self.options, spec, self.params_dtype)
         selftest, measured = self._selftest() if compressed else (None, None)
-        layout = export_format(self.options, engine.spec)
-        base = self.adapter_base if compressed and layout == PEFT.name else None
+        base = self._base(state)
 
         def weights(directory: Path) -> None:
             if base is None:
@@ -170,7 +170,7 @@ class ModelExporter:
                 cr_factor=measured,
                 target_cr=float(state["target_cr"]),
                 dtype=dtype,
-                export_format=layout,
+                export_format=export_format(self.options, engine.spec),
                 weights=weights,
                 source_dir=self.source_dir,
                 selftest=selftest,
@@ -183,6 +183,11 @@ class ModelExporter:
         else:
             weights(partial_directory(path))
         dist.barrier()
+
+    def _base(self, state: dict[str, Any]) -> str | None:
+        """Return the base model of an export that is an adapter; None for another one."""
+        is_adapter = export_format(self.options, self.engine.spec) == PEFT.name
+        return self.adapter_base if is_adapter and state["eviction_enabled"] else None
 
     def _selftest(self) -> tuple[SelfTest | None, float | None]:
         recording = self.engine.record(INFERENCE_PLAN, self.tokens)

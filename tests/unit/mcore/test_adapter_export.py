@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dms_train.app.exporter import ModelExporter, check_format
@@ -26,6 +27,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters
 from dms_train.mcore.options import LoraOptions, OptimOptions, ParallelOptions, Trainable
 from dms_train.method.spec import PRESETS
+from dms_train.planning.trained import peft_parameters
 from dms_train.training.options import ExportOptions
 from tests.support import tiny
 
@@ -132,6 +134,9 @@ def test_base_and_adapter_are_the_merged_export(exports: Exports) -> None:
     assert [name for name, _ in stated] == ["peft", "dms"]
     assert stated[0][1] == stated[1][1]
     assert not (adapter / "model.safetensors").exists()
+    stored = load_file(adapter / "adapter_model.safetensors")
+    size = sum(t.numel() for name, t in stored.items() if not name.endswith("bias"))
+    assert size == peft_parameters(exports.architecture, exports.trainable, METHOD.spec)
     # the engine loads both, and computes the same
     ours, theirs = (load_model(path).decoder.state_dict() for path in (adapter, merged))
     assert all(close(ours[name], theirs[name]) for name in theirs)
