@@ -203,6 +203,8 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     heads, groups = _heads(m)
     # inputs of both norms, and outputs where a weight that trains reads them
     norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
+    if m.architecture.described.sandwich_norms:
+        norms += 2 * (m.residual + norm_statistics(m))
     # sine and cosine, for q and for k; the fused kernel has one table for all layers
     tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
     sizes = LayerSizes(

@@ -399,5 +399,6 @@ def _sharded(a: Architecture) -> int:
 
 def _replicated(a: Architecture) -> int:
     """Count the weights of one layer that every tensor-parallel rank holds: norms and router."""
-    norms = 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
+    outer = 4 if a.described.sandwich_norms else 2
+    norms = outer * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
     return norms + a.num_experts * a.hidden_size

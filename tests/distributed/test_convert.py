@@ -139,6 +139,12 @@ LLAMA3 = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 20,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+    },
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
@@ -148,7 +154,7 @@ CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 def random_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
     """Every weight random, also those that start at zero or one."""
     described = FAMILIES[family]
-    kind = getattr(transformers, f"{described.classes}Config")
+    kind = getattr(transformers, described.config_class)
     values = {**described.fixed, **described.written}
     if described.always_has_head_dim:
         values["head_dim"] = 12

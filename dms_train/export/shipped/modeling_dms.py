@@ -198,6 +198,8 @@ class DMSAttention(_Mixed):
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):
             tokens = (key, value, decisions)
+            if self.scaling != self.head_dim**-0.5:  # by which the cache multiplies scores
+                query = query * (self.scaling * self.head_dim**0.5)
             output = past_key_values.attend(self.layer_idx, query, tokens, attention_mask)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None
         key, value, decisions = self._remember(key, value, decisions, past_key_values)

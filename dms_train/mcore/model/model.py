@@ -26,11 +26,12 @@ from torch import Tensor
 
 from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.tensors import embedding_scale
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.layers.backend import LayerBackend
+from dms_train.mcore.layers.backend import LayerBackend, gelu_tanh
 from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions, Trainable
@@ -65,10 +66,12 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         # sequence parallelism
         qk_layernorm=a.qk_layernorm,
         layernorm_epsilon=a.layernorm_epsilon,
+        layernorm_zero_centered_gamma=a.described.centered_norms,
+        softmax_scale=a.softmax_scale,
         normalization="RMSNorm",
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=F.silu if a.described.activation == "silu" else gelu_tanh,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -102,6 +105,8 @@ def rope_arguments(architecture: Architecture) -> dict[str, Any]:
     scaling = architecture.rope_scaling
     if scaling is None:
         return {}
+    if scaling.rope_type == "linear":
+        return {"seq_len_interpolation_factor": scaling.factor}
     rule = (
         scaling.low_freq_factor,
         scaling.high_freq_factor,
@@ -169,12 +174,10 @@ class DMSModel(LanguageModule):
                 position_embedding_type="rope",
                 tp_group=self.pg_collection.tp,
             )
-        self.rotary_pos_emb = self._rotary_embedding(architecture)
+        self.rotary_pos_emb = self._rotary_embedding(architecture, architecture.rotary_base)
         self.decoder = TransformerBlock(
             config,
-            block_spec(
-                config, method, layer_backend, trainable, vp_stage, architecture.method_layers
-            ),
+            block_spec(config, method, layer_backend, trainable, vp_stage, architecture),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,
@@ -187,22 +190,28 @@ class DMSModel(LanguageModule):
         self.architecture = architecture
         described = [self._attention_of(layer) for layer in self.decoder.layers]
         self._rotary_bases = list(dict.fromkeys(layer.rotary_base for layer in described))
+        self._local_ropes = {
+            base: self._rotary_embedding(architecture, base)
+            for base in self._rotary_bases
+            if base is not None and base != architecture.rotary_base
+        }
         for layer, own in zip(self.decoder.layers, described, strict=True):
             if own.window is not None:
                 layer.self_attention.core_attention.window = own.window - 1
+        self._embedding_scale = embedding_scale(architecture, config.params_dtype)
         self.method = method
         self.records_logits = False
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[Teacher] = []
 
-    def _rotary_embedding(self, a: Architecture) -> RotaryEmbedding:
+    def _rotary_embedding(self, a: Architecture, base: float) -> RotaryEmbedding:
         return RotaryEmbedding(
             a.kv_channels,
             rotary_percent=1.0,
-            rotary_base=a.rotary_base,
+            rotary_base=base,
             cp_group=self.pg_collection.cp,
-            **rope_arguments(a),
+            **(rope_arguments(a) if base == a.rotary_base else {}),
         )
 
     def _output_layer(self, rows: int) -> ColumnParallelLinear:
@@ -250,7 +259,8 @@ class DMSModel(LanguageModule):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens [b, s] as [s/tp, b, h]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        return self.embedding(tokens, positions)
+        embedded: Tensor = self.embedding(tokens, positions)
+        return embedded * self._embedding_scale if self._embedding_scale != 1 else embedded
 
     def run_layers(
         self,
@@ -284,10 +294,15 @@ class DMSModel(LanguageModule):
     def _ropes(self, length: int, documents: PackedDocuments | None) -> list[Tensor]:
         """Return the RoPE tables for `length` positions, in the order of `_rotary_bases`."""
         turned = self.rotary_pos_emb.get_emb(length)
-        return [
-            self.method.rope(torch.zeros_like(turned) if base is None else turned, documents)
-            for base in self._rotary_bases
-        ]
+        tables = []
+        for base in self._rotary_bases:
+            own = turned
+            if base is None:
+                own = torch.zeros_like(turned)
+            elif base in self._local_ropes:
+                own = self._local_ropes[base].get_emb(length)
+            tables.append(self.method.rope(own, documents))
+        return tables
 
     def _layers(self, first: int, last: int, documents: PackedDocuments | None = None) -> Any:
         def run(

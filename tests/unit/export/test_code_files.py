@@ -26,13 +26,13 @@ ALLOWED = {
     "typing",
 }
 DIGESTS = {
-    "configuration_dmc.py": "aa3ca3450510fbef",
-    "configuration_dms.py": "03f24e7a8b917cdb",
+    "configuration_dmc.py": "3e07b0c75af88716",
+    "configuration_dms.py": "7d2a3596fb56769e",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
     "generation_dms.py": "661642c9e2f29633",
     "modeling_dmc.py": "6bf70891926c26a0",
-    "modeling_dms.py": "5c6732d0ee54395f",
+    "modeling_dms.py": "a634b595296cf877",
     "modeling_llama_dmc.py": "2e7a563c6d6ce431",
     "modeling_llama_dms.py": "c280fdeb9acb0d0b",
     "pages_dms.py": "401169469d6e9ab6",
@@ -99,12 +99,12 @@ def test_the_modelling_file_names_every_shipped_file(method):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_json_names_classes_that_the_files_define(family):
-    classes = FAMILIES[family].classes
+    classes, configuration = FAMILIES[family].classes, FAMILIES[family].config_class
     assert transformers_keys(family, "dms") == {
         "architectures": [f"{classes}ForCausalLMDMS"],
         "use_cache": True,
         "auto_map": {
-            "AutoConfig": f"configuration_{family}_dms.{classes}ConfigDMS",
+            "AutoConfig": f"configuration_{family}_dms.{configuration}DMS",
             "AutoModelForCausalLM": f"modeling_{family}_dms.{classes}ForCausalLMDMS",
         },
     }

@@ -17,7 +17,7 @@ def native(family, **values):
     """Transformers' own config object."""
     import transformers
 
-    return getattr(transformers, f"{FAMILIES[family].classes}Config")(**values)
+    return getattr(transformers, FAMILIES[family].config_class)(**values)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

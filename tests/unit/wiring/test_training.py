@@ -93,6 +93,7 @@ EXPERTS = {
     ),
 }
 LORA = {"method.train": "lora", "lora": {}}
+GEMMA = {**SCRATCH, "model.architecture.family": "gemma3_text"}
 SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -169,6 +170,18 @@ WIRES: dict[str, Wire] = {
     ),
     "model.architecture.rope_scaling.original_max_position_embeddings": Wire(
         4096, rope_refusal, "(1.0, 3.0, 4096)", {**SCRATCH, **SCALED}
+    ),
+    "model.architecture.rope_scaling.rope_type": Wire(
+        "linear",
+        rope_refusal,
+        "",
+        {**SCRATCH, **SCALED},
+    ),
+    "model.architecture.query_scalar": Wire(
+        16,
+        lambda b: b.engine._models[0].decoder.layers[0].self_attention.core_attention.scale,
+        0.25,
+        GEMMA,
     ),
     "model.revision": Wire("two", found_model, "b" * 40, {"model.path": "me/tiny"}),
     "model.local_files_only": Wire(False, found_model, "the hub", {"model.path": "me/absent"}),
