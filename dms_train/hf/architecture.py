@@ -448,7 +448,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         raise HFError(f"config.json: missing keys {', '.join(missing)}; state them")
     values = _config(_global_rope(config, family))
     sizes = {key: values.whole(key) for key in _REQUIRED}
-    _check_fixed(values, family)
+    _check_fixed(_config(config), family)
     base, head_size = _rope_base(values, family.rotary_base), _head_size(values, family)
     architecture = Architecture(
         family=family.name,

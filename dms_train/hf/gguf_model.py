@@ -157,15 +157,17 @@ class GgufModel:
             tie_word_embeddings=self._is_tied(),
             rope_scaling=self._rope_scaling(head_size),
             layers=self._layers(base),
-            query_scalar=hidden // heads if self._layers_are(_GEMMA3_27B) else None,
+            query_scalar=self._query_scalar(hidden // heads),
         )
 
     @property
     def _family(self) -> ModelFamily:
         return FAMILIES[_FAMILIES[self.metadata["general.architecture"]]]
 
-    def _layers_are(self, count: int) -> bool:
-        return self._family.has_query_scalar and self._whole("block_count") == count
+    def _query_scalar(self, share: int) -> int | None:
+        """Return the share of a head in the hidden size for the model that scales queries by it."""
+        is_27b = self._family.has_query_scalar and self._whole("block_count") == _GEMMA3_27B
+        return share if is_27b else None
 
     def _layers(self, base: float) -> tuple[LayerAttention, ...]:
         """Return the layers of an architecture with windows, which llama.cpp knows by its name."""

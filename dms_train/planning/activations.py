@@ -255,7 +255,8 @@ def _routing(m: Microbatch) -> int:
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
     """Return the bytes that `layers` layers keep of one microbatch in flight, without the head."""
     p = m.parallel
-    frequencies = m.length * m.architecture.kv_channels * _FP32
+    tables = len({own.rotary_base for own in m.architecture.attention_layers})
+    frequencies = tables * m.length * m.architecture.kv_channels * _FP32
     if p.recompute_granularity == "full":
         units = -(-layers // p.recompute_num_layers)
         kept = units * m.residual + frequencies
