@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -61,11 +62,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-class FusedGate(torch.nn.Module):
+class FusedGate(MegatronModule):
     """Activation of a gated MLP as one kernel each way."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.is_gelu = config.activation_func is gelu_tanh
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
