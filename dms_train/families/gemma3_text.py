@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,16 +55,21 @@ def _refuse(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def _refuse_local_rope(config: Mapping[str, Any]) -> Refusal | None:
+    block: Any = config
+    for key in ("rope_parameters", SLIDING):
+        block = block.get(key) or {}
+        if not isinstance(block, Mapping):
+            return Refusal(key, block, "state a JSON object or null")
     rope = _local_rope(config)
     base, older = rope["rope_theta"], config.get("rope_local_base_freq")
-    if type(base) not in (int, float) or base <= 0:
+    if type(base) not in (int, float) or not 0 < base < math.inf:
         return Refusal("rope_local_base_freq", base, "state a number above 0")
     if older not in (None, base):
         fix = f"rope_parameters says {base}; make them agree"
         return Refusal("rope_local_base_freq", older, fix)
-    if rope.get("rope_type", "default") != "default":
-        fix = f"{SLIDING} layers have default RoPE; use another model"
-        return Refusal("rope_type", rope["rope_type"], fix)
+    for key, only in (("rope_type", "default"), ("partial_rotary_factor", 1.0)):
+        if rope.get(key, only) != only:
+            return Refusal(key, rope[key], f"use a model with {only} in {SLIDING} layers")
     return None
 
 

@@ -311,11 +311,10 @@ def _rope_rule(config: Values) -> dict[str, Any]:
 
 def _global_rope(config: Mapping[str, Any], family: ModelFamily) -> Mapping[str, Any]:
     """Return config.json with the RoPE of the layers without a window alone."""
-    stated = config.get("rope_parameters")
-    by_type = family.layers is not None and family.layers.has_local_base
-    if not by_type or not isinstance(stated, Mapping):
+    if family.layers is None or not family.layers.has_local_base:
         return config
-    return {**config, "rope_parameters": stated.get(FULL)}
+    stated = _config(config).block("rope_parameters").block(FULL)
+    return {**config, "rope_parameters": stated.values}
 
 
 def _check_local_rope(architecture: Architecture) -> None:

@@ -27,7 +27,7 @@ def architecture(family: str, **changes: object) -> Architecture:
         "ffn_hidden_size": 48,
         "num_attention_heads": 8,
         "num_query_groups": 4,
-        "kv_channels": 16 if family == "qwen3" else 4,
+        "kv_channels": 16 if family in ("gemma3_text", "qwen3") else 4,
         "vocab_size": VOCAB,
         "max_position_embeddings": 64,
         "rotary_base": 10000.0,
