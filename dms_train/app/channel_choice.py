@@ -87,10 +87,10 @@ def _beginning(batches: list[Batch], tokens: int, view: ParallelView) -> list[Ba
     multiple = view.pp_size if view.vp_size else 1
     needed = math.ceil(tokens / batches[0].tokens.numel())
     taken = batches[: math.ceil(needed / multiple) * multiple]
-    return [_shortened(batch, tokens // len(taken), view.tp_size) for batch in taken]
+    return [_shortened(batch, tokens // len(taken), view.tp_size * view.cp_size) for batch in taken]
 
 
-def _shortened(batch: Batch, tokens: int, tp_size: int) -> Batch:
-    """Return up to `tokens` positions, in a length that tensor-parallel ranks can split."""
-    length = min(batch.tokens.shape[1], tokens - tokens % tp_size)
+def _shortened(batch: Batch, tokens: int, shards: int) -> Batch:
+    """Return up to `tokens` positions, in a length that `shards` divides."""
+    length = min(batch.tokens.shape[1], tokens - tokens % shards)
     return batch.first(tokens // length, length)

@@ -58,5 +58,5 @@ def selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Te
     """Return the first sample of the validation split, or else of the training split."""
     assert samples is not None
     wanted = config.method.window + _SELFTEST_TOKENS
-    shards = config.parallel.tensor_model_parallel_size
+    shards = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     return samples[0].tokens[: min(config.data.seq_length, -(-wanted // shards) * shards)]

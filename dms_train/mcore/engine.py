@@ -403,7 +403,7 @@ class McoreEngine:
         view = self.view
 
         def whole(parameter: Any) -> Tensor:
-            group = view.expert_dp_group if weights.is_expert(parameter) else view.dp_group
+            group = view.expert_dp_group if weights.is_expert(parameter) else view.dp_cp_group
             return compat.reduced_gradient(self._optimizer, parameter, group)
 
         gradients = {
@@ -450,7 +450,8 @@ class McoreEngine:
             self._saver.finish(wait=True)
 
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
-        layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
+        names = ("tp", "pp", "cp", "dp")
+        layout = {name: getattr(self.view, f"{name}_size") for name in names}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
         optim.wait_for_param_gather(self._chunks)
         self._saver.begin(path, self._models, optimizer, described)

@@ -1,7 +1,7 @@
 """Parallel layouts that divide the model and the batch and fit a GPU, the fastest first.
 
-The search varies tensor, pipeline and virtual pipeline size, the layers of the first and last
-pipeline stage, recomputation and the size of a microbatch. The number of processes, the global
+The search varies tensor, context, pipeline and virtual pipeline size, the layers of the first and
+last pipeline stage, recomputation and the size of a microbatch. The number of processes, the global
 batch and the model stay the same.
 """
 
@@ -21,6 +21,8 @@ from dms_train.planning.memory import MemoryEstimate
 from dms_train.planning.step_time import StepTime, step_time
 
 _TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
+_CONTEXT_SIZES = (1, 2, 4, 8)
+_LEAST_POSITIONS = 8192  # of a context-parallel rank; with fewer its products are small
 _MOST_STAGES = 16
 _VIRTUAL_SIZES = (None, 2, 4)
 # granularity and modules
@@ -104,14 +106,20 @@ def _candidates(
 ) -> Iterator[RunConfig]:
     head = _head_layers(config, architecture)
     samples = sorted({*_SAMPLES, config.data.micro_batch_size})
-    for tp, pp, vp in product(_TENSOR_SIZES, range(1, _MOST_STAGES + 1), _VIRTUAL_SIZES):
-        if world_size % (tp * pp):
+    stages = range(1, _MOST_STAGES + 1)
+    for tp, cp, pp, vp in product(_TENSOR_SIZES, _CONTEXT_SIZES, stages, _VIRTUAL_SIZES):
+        if world_size % (tp * cp * pp):
+            continue
+        if cp > 1 and config.data.seq_length // cp < _LEAST_POSITIONS:
             continue
         splits = [(None, None), *_uneven_split(architecture.num_layers, pp, vp or 1, head)]
-        for (first, last), (granularity, modules), size in product(splits, _RECOMPUTE, samples):
+        # a sample is divided before several of them run at a time
+        sizes = samples if cp == 1 else samples[:1]
+        for (first, last), (granularity, modules), size in product(splits, _RECOMPUTE, sizes):
             parallel = replace(
                 config.parallel,
                 tensor_model_parallel_size=tp,
+                context_parallel_size=cp,
                 pipeline_model_parallel_size=pp,
                 virtual_pipeline_model_parallel_size=vp,
                 num_layers_in_first_pipeline_stage=first,

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_pp1": {"tensor_model_parallel_size": 2},
     "tp1_pp2": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
     "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "tp2_cp2": {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
 }
 SAVED_IN = "tp2_pp1"
 LOADED_IN = ("tp1_pp2", "tp2_pp2")
@@ -85,9 +86,9 @@ def keep_shares(engine: McoreEngine, view: ParallelView) -> dict[str, Tensor]:
     for number, kept in seen.items():
         for batch, log_keep in zip(batches, kept, strict=True):
             for row, sample in enumerate(batch.samples.tolist()):
-                for head in range(log_keep.shape[1]):
-                    name = f"{number}.{view.tp_rank * log_keep.shape[1] + head}.{sample}"
-                    shares[name] = log_keep[row, head].clone()
+                first = (view.tp_rank * view.cp_size + view.cp_rank) * log_keep.shape[1]
+                for head, share in enumerate(log_keep[row], first):
+                    shares[f"{number}.{head}.{sample}"] = share.clone()
     return shares
 
 

@@ -31,6 +31,7 @@ from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.layers.backend import LayerBackend
+from dms_train.mcore.layers.context import heads_group, sequence_shards
 from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions, Trainable
@@ -78,6 +79,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         pipeline_dtype=dtype,
         bf16=options.params_dtype == "bf16",
         tensor_model_parallel_size=options.tensor_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
@@ -261,8 +263,7 @@ class DMSModel(LanguageModule):
     ) -> tuple[Tensor, Tensor]:
         """Run this chunk's layers (and final norm) and add up the eviction statistics."""
         config, count = self.config, len(self.decoder.layers)
-        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        ropes = self._ropes(hidden.shape[0] * shards, documents)
+        ropes = self._ropes(hidden.shape[0] * sequence_shards(config), documents)
         recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
         unit = config.recompute_num_layers if recompute else max(count, 1)
         fork = config.sequence_parallel
@@ -349,11 +350,11 @@ class DMSModel(LanguageModule):
         """Run one pipeline chunk.
 
         Args:
-            tokens: int64 [b, s].
-            labels: int64 [b, s], used by the language-model loss.
+            tokens: This rank's positions, int64 [b, s].
+            labels: The same for the language-model loss, int64 [b, s].
             noise_keys: int64 [b], one per sample.
-            documents: Documents packed into the samples, for both models; None if a sample is one
-                document.
+            documents: Documents packed into the whole samples, for both models; None if a sample
+                is one document.
 
         Returns:
             The stage tensor, or on the last stage (terms of the token loss [s, b], eviction
@@ -373,7 +374,9 @@ class DMSModel(LanguageModule):
         if not self.post_process:
             return pack(StageState(hidden, t_hidden, eviction_stats))
         # backward is the identity: every rank of the group computes the same loss from the sum
-        eviction_stats = reduce_from_tensor_model_parallel_region(eviction_stats)
+        eviction_stats = reduce_from_tensor_model_parallel_region(
+            eviction_stats, group=heads_group(self.pg_collection)
+        )
         return self._loss(hidden, t_hidden, labels), eviction_stats
 
     def _loss(

@@ -278,6 +278,7 @@ WIRES: dict[str, Wire] = {
         2,
         megatron("pipeline_model_parallel_size"),
     ),
+    "parallel.context_parallel_size": Wire(2, megatron("context_parallel_size")),
     "parallel.virtual_pipeline_model_parallel_size": Wire(
         2,
         megatron("virtual_pipeline_model_parallel_size"),
