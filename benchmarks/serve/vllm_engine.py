@@ -1,14 +1,15 @@
 """One engine of vLLM on a model directory, with or without DMS: one JSON line for each result.
 
     python -m benchmarks.serve.vllm_engine steps FOLDER 1x8192 32x8192
+    python -m benchmarks.serve.vllm_engine two_gpus FOLDER 32x8192 --gpus 2
     python -m benchmarks.serve.vllm_engine capacity FOLDER 64x32768 --cache-bytes 19327352832
     python -m benchmarks.serve.vllm_engine trace FOLDER 384x1024 --new-tokens 2048
     python -m benchmarks.serve.vllm_engine server FOLDER 160x1024 --new-tokens 1024
     python -m benchmarks.serve.vllm_engine storm FOLDER 200x1024 --blocks 400
 
 The benchmark `serve vllm_plugin` starts this module. The engine runs in this process, so that its
-steps can be observed, except for `server`. A folder that names an architecture of the plugin is
-served with DMS.
+steps can be observed, except for `server`. With several GPUs, each has a worker process. A folder
+that names an architecture of the plugin is served with DMS.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--eager-prefill", action="store_true", help="graphs for decoding only")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--cache-bytes", type=int, help="of capacity; default: the whole memory")
+    parser.add_argument("--gpus", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     parser.add_argument("--blocks", type=int, default=0, help="of the storm; 0: enough for all")
     add = parser.add_argument_group("trace").add_argument
     add("--max-itl-ms", type=float, default=30, help="limit of the 99th percentile (%(default)s)")
@@ -60,8 +62,10 @@ def main() -> None:
     add("--request-rate", type=float, default=4, help="per second (%(default)s)")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its steps are watched in this process
-    os.environ["VLLM_PLUGINS"] = ""  # plain vLLM has no plugin; ours is registered below
     args.dms, args.vocab = _read_config(args.folder)
+    # plain vLLM has no plugin; ours is registered below, and by vLLM in its workers
+    os.environ["VLLM_PLUGINS"] = "dms" if args.dms and args.gpus > 1 else ""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of `_pages`, for the workers
     vllm: Any = importlib.import_module("vllm")
     if args.dms:
         importlib.import_module("dms_train.vllm_plugin.plugin").register()
@@ -120,6 +124,7 @@ def engine_arguments(args: argparse.Namespace, sequences: int) -> dict[str, Any]
         "gpu_memory_utilization": MEMORY,
         "max_model_len": LONGEST,
         "max_num_seqs": sequences,
+        "tensor_parallel_size": args.gpus,
     }
     if not args.dms:  # the plugin chooses both itself
         chosen |= {"attention_backend": "FLASH_ATTN", "enable_prefix_caching": False}
@@ -132,6 +137,29 @@ def steps(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for case in args.cases:
         row = measure(vllm, llm, case, prompts(case, args.vocab), args.new_tokens)
         yield row | _graphs(llm)
+
+
+def two_gpus(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the decode steps of a case, and with DMS the pages that each rank holds."""
+    (case,) = args.cases
+    llm = start(vllm, args, case.sequences)
+    tokens = prompts(case, args.vocab)
+    row = measure(vllm, llm, case, tokens, args.new_tokens) | _graphs(llm) | {"gpus": args.gpus}
+    if args.dms:
+        server = InProcess(vllm, llm)
+        for ids in tokens:
+            server.add(ids, args.new_tokens)
+        generated = 0
+        while generated < case.sequences * args.new_tokens // 2:
+            generated += sum(new for _, new in server.step())
+        row["pages_of_ranks"] = llm.apply_model(_pages)
+    yield row
+
+
+def _pages(model: Any) -> int:
+    """Return the pages in use."""
+    pool = model.retrofit.cache.pool
+    return int(pool.max_pages - pool.free.left)
 
 
 def _graphs(llm: Any) -> dict[str, str]:
@@ -306,6 +334,7 @@ def server(_: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 PARTS = {
     "steps": steps,
+    "two_gpus": two_gpus,
     "capacity": capacity,
     "grown": capacity,
     "trace": trace,

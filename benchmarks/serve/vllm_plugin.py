@@ -10,6 +10,7 @@ its own process. `--engine` is its command, for a Python that has vllm.
 
 - steps: decode steps and prefill, as in the benchmark `serve`. `live` counts the cache slots of the
   blocks that a sequence holds.
+- two_gpus: decode steps of two tensor-parallel ranks, and how many pages each holds.
 - capacity: sequences of 32,768 tokens that decode at once, in the memory of 4.5 bf16 ones.
 - grown: the same in the whole memory.
 - trace: requests per second that an engine sustains, with 1,024 tokens in and 2,048 out, and with
@@ -74,6 +75,7 @@ class Sizes(NamedTuple):
         shapes: Models.
         ways: Names in `WAYS`.
         steps: Cases of the decode steps.
+        two_gpus: The case of two ranks.
         capacity: Sequences that wait. Each generates some tokens for each step in which others'
             prompts are computed, and some to measure.
         grown: The same in the whole memory.
@@ -85,6 +87,7 @@ class Sizes(NamedTuple):
     shapes: tuple[str, ...]
     ways: tuple[str, ...]
     steps: tuple[Case, ...]
+    two_gpus: tuple[Case, ...]
     capacity: Work
     grown: Work
     traces: tuple[Work, ...]
@@ -100,6 +103,7 @@ ON_GPU = Sizes(
     shapes=tuple(SHAPES)[:2],
     ways=tuple(WAYS),
     steps=(Case(32, 8192), Case(8, 8192), Case(1, 8192), Case(1, 32768)),
+    two_gpus=(Case(32, 8192),),
     capacity=Work((Case(64, 32768),), 512),
     grown=Work((Case(128, 32768),), 512),
     traces=(Work((Case(384, 1024),), 2048), Work((Case(256, 8192),), 1024)),
@@ -110,6 +114,7 @@ ON_CPU = Sizes(
     shapes=("small",),
     ways=("dms",),
     steps=(Case(1, 300), Case(2, 20)),
+    two_gpus=(Case(2, 20),),
     capacity=Work((Case(3, 300),), 16),
     grown=Work((Case(2, 20),), 12),
     traces=(Work((Case(3, 20),), 12, _SHORT_PROBES),),
@@ -206,6 +211,7 @@ def _work(part: str, args: Args) -> tuple[Work, ...]:
     sizes = _sizes(args)
     by_part: dict[str, tuple[Work, ...]] = {
         "steps": (Work(sizes.steps, args.new_tokens),),
+        "two_gpus": (Work(sizes.two_gpus, args.new_tokens, ("--gpus", "2")),),
         "capacity": (sizes.capacity,),
         "grown": (sizes.grown,),
         "trace": sizes.traces,

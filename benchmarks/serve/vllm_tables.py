@@ -10,7 +10,8 @@ from benchmarks.serve.tables import by_case
 from benchmarks.tables import Column, field, table
 
 Row = dict[str, Any]
-PARTS = ("steps", "capacity", "grown", "trace", "server", "storm")
+PARTS = ("steps", "two_gpus", "capacity", "grown", "trace", "server", "storm")
+ONE_GPU = ("steps", "capacity", "grown")
 # Title, model directory and dtype of the KV cache.
 WAYS = {
     "dms": ("DMS", "dms", "auto"),
@@ -29,6 +30,10 @@ def tables(record: Row) -> str:
         _side_by_side(of["steps"], "step_ms", ".2f", inverse=True),
         "Prefill, tokens/s:",
         _side_by_side(of["steps"], "prefill_tok_s", ","),
+        "Milliseconds of a decode step on two GPUs:",
+        _side_by_side(of["two_gpus"], "step_ms", ".2f", inverse=True),
+        "Two GPUs:",
+        table(RANKS, _sorted(of["two_gpus"]), names=None),
         f"Sequences that decode at once in the memory of {record['cache_sequences']:g} bf16 ones:",
         _side_by_side(of["capacity"], "together", ""),
         "Output tokens/s of these:",
@@ -46,7 +51,7 @@ def tables(record: Row) -> str:
         "Storm:",
         table(STORM, of["storm"]),
         "All rows:",
-        table(ROWS, [row for part in PARTS[:3] for row in _sorted(of[part])], names=None),
+        table(ROWS, [row for part in ONE_GPU for row in _sorted(of[part])], names=None),
     ]
     return "\n\n".join(parts)
 
@@ -126,6 +131,11 @@ ROWS: tuple[Column, ...] = (
     ("live", field("live")),
     ("at once", field("together")),
     ("measured at", measured_at),
+)
+RANKS: tuple[Column, ...] = (
+    *ROWS[1:6],
+    ("pages of the ranks", lambda row: ", ".join(map(str, row.get("pages_of_ranks", ())))),
+    ROWS[-1],
 )
 TRACES: tuple[Column, ...] = (
     *_NAMES,

@@ -24,8 +24,8 @@ from dms_train.vllm_plugin.batch import BatchAttention
 from dms_train.vllm_plugin.credit import DMSCacheSpec
 from dms_train.vllm_plugin.settings import FP8_CACHES
 
-# No GPU has confirmed replays of decode steps yet. Then: UNIFORM_SINGLE_TOKEN_DECODE.
-CUDAGRAPH_SUPPORT = AttentionCGSupport.NEVER
+# Everything that a decode step reads has a fixed address; prompts do not.
+CUDAGRAPH_SUPPORT = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 class DMSAttentionImpl(AttentionImpl):

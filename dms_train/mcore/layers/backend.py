@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -40,11 +41,8 @@ class FusedRMSNorm(RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-class FusedSwiGLU(torch.nn.Module):
+class FusedSwiGLU(MegatronModule):
     """Activation of an MLP as one kernel each way."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Return silu(gate) * up for [..., gate and up]."""

@@ -350,7 +350,7 @@ def test_steps_are_recorded_with_the_blocks_in_use() -> None:
 
 def arguments(**changes: Any) -> argparse.Namespace:
     given = {"part": "steps", "folder": Path("export"), "cases": [Case(2, 8), Case(1, 8)]}
-    given |= {"kv_cache_dtype": "auto", "eager_prefill": True, "dms": True, "vocab": 9}
+    given |= {"kv_cache_dtype": "auto", "eager_prefill": True, "gpus": 2, "dms": True, "vocab": 9}
     return argparse.Namespace(**{**given, **changes})
 
 
@@ -360,6 +360,7 @@ def test_plain_vllm_gets_its_attention_and_the_plugin_chooses_its_own() -> None:
     for dms in (True, False):
         vllm_engine.start(vllm, arguments(dms=dms), 2)
     plugin, plain = given
+    assert plugin["tensor_parallel_size"] == 2
     assert plain == {**plugin, "attention_backend": "FLASH_ATTN", "enable_prefix_caching": False}
 
 
