@@ -71,13 +71,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
+CP2 = {"context_parallel_size": 2}
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "cp2_ep2": (2, {**CP2, "expert_model_parallel_size": 2}),
 }
-CP2 = {"context_parallel_size": 2}
 CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, CP2),
-    "cp2_ep2": (2, {**CP2, "expert_model_parallel_size": 2}),
     "cp4": (4, {"context_parallel_size": 4}),
     "cp2_tp2": (4, {**CP2, "tensor_model_parallel_size": 2}),
     "recompute_cp2_tp2_sp": (
@@ -106,9 +106,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zeroing": {"plan": {"eviction": "none", "channel_scale": 0.5}},
     "packed": {"plan": {"target_cr": 8.0}, "packed": True},
 }
-# By default packed documents run in these layouts, which between them shard and recompute
-# everything.
-# of each context-parallel layout by default
+# Default cases of the context-parallel layouts.
 CONTEXT_CASES = [
     ("qwen3", "dms_nvidia", "cp2", "immediate_sum"),
     ("llama", "dms", "cp2", "packed"),
@@ -118,6 +116,8 @@ CONTEXT_CASES = [
     ("llama", "dms", "recompute_cp2_tp2_sp", "packed"),
     ("qwen2", "dms", "selective_cp2_pp2_vp2", "mixed"),
 ]
+# By default packed documents run in these layouts, which between them shard and recompute
+# everything.
 PACKED_LAYOUTS = ("tp2", "pp2", "recompute_tp2_pp2_sp", "selective_tp2_pp2_vp2_sp")
 
 
