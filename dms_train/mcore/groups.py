@@ -55,7 +55,7 @@ class ParallelView:
 
     @property
     def reports(self) -> bool:
-        """True if this process contributes loss statistics: one tensor-parallel rank."""
+        """True if this process contributes loss statistics: one of each tensor-parallel group."""
         return self.is_last_stage and self.tp_rank == 0
 
     def own_positions(self, x: Tensor) -> Tensor:

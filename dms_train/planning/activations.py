@@ -228,9 +228,8 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     decisions = m.method.kept_bytes(sizes)
     attention = attention_kernel(m) + _exchanged(m)
     if recompute == "selective" and m.parallel.recomputes("core_attn"):
-        attention = (
-            m.query + m.attended_tokens * groups * _FP32
-        )  # the output, and log(1 - alpha) by key
+        # the output, and log(1 - alpha) by key
+        attention = m.query + m.attended_tokens * groups * _FP32
     mlp = mlp_kept(m)
     if recompute == "selective" and m.parallel.recomputes("mlp"):
         mlp = 0 if m.trains_all else m.residual  # its input, which `norms` counts if all train

@@ -209,8 +209,9 @@ class MethodSelfAttention(SelfAttention):
         context_ranks = self.pg_collection.cp.size()
         self.num_query_groups_per_partition //= context_ranks
         self.num_attention_heads_per_partition //= context_ranks
-        # a hook, because Megatron's own function projects and splits the heads in one
-        self.linear_qkv.register_forward_hook(self._exchange)
+        if context_ranks > 1:
+            # a hook, because Megatron's own function projects and splits the heads in one
+            self.linear_qkv.register_forward_hook(self._exchange)
         self.noise_keys: Tensor | None = None
         self.documents: PackedDocuments | None = None
         self.eviction_stats: Tensor | None = None

@@ -26,13 +26,11 @@ def sequence_shards(config: TransformerConfig) -> int:
 
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange [s/c, b, w] for [s, b, w/c]: all positions of this rank's part of the heads."""
-    if group.size() == 1:
-        return x
     return all_to_all_sp2hp(x, group).view(-1, x.shape[1], x.shape[2] // group.size())
 
 
 def to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Invert `to_heads`."""
+    """Invert `to_heads`; return x where one rank holds all positions."""
     if group.size() == 1:
         return x
     return all_to_all_hp2sp(x, group).view(-1, x.shape[1], x.shape[2] * group.size())
@@ -40,5 +38,5 @@ def to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def heads_group(groups: Any) -> Any:
     """Return the group whose ranks share the heads of a layer, from Megatron's collection."""
-    # without context parallelism the other group has the same ranks, and connections of its own
+    # without context parallelism both have the same ranks, and connections of a group take memory
     return groups.tp if groups.cp.size() == 1 else groups.tp_cp
