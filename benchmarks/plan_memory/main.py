@@ -25,6 +25,7 @@ from benchmarks.records import Table, folder_of
 from benchmarks.train_step.case import parallel_options
 from benchmarks.train_step.main import run_case
 from benchmarks.train_step.shapes import SHAPES, Case, parse_layout
+from dms_train.mcore.options import Trainable
 from dms_train.method.spec import PRESETS
 from dms_train.planning import gpus
 from dms_train.planning.activations import Microbatch
@@ -124,6 +125,7 @@ def train_steps(folder: Path) -> list[dict[str, Any]]:
 def stages(case: Case) -> list[PipelineStage]:
     """Return the pipeline stages of a case on a GPU."""
     architecture, length, samples = SHAPES[case.shape]
+    trainable = Trainable(weights=case.trains)
     microbatch = Microbatch(
         architecture=architecture,
         method=PRESETS["dms"],
@@ -131,6 +133,8 @@ def stages(case: Case) -> list[PipelineStage]:
         samples=samples,
         length=length,
         distills=case.kind != "lm",
+        trainable=trainable,
+        shares=case.kind != "lm" and case.trains != "all",
     )
     return [
         PipelineStage(
@@ -197,7 +201,8 @@ def step_cells(row: dict[str, Any], c: Calibration) -> list[object]:
 
 
 def _words(case: Case) -> str:
-    return f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}"
+    trains = "" if case.trains == "all" else f", train={case.trains}"
+    return f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}{trains}"
 
 
 def _gb(size: float) -> str:

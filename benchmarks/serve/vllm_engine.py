@@ -38,6 +38,7 @@ from dms_train.vllm_plugin.errors import PluginError
 
 STORM_SEQUENCES = 64  # requests of the storm that run at the same time
 CHUNK = 512  # tokens of a step with traffic; a larger part of a prompt alone takes 30 ms
+SPARE = 256  # the client's random texts may have some tokens more than asked for
 HALVINGS = 3  # of the search of `trace`
 
 
@@ -322,7 +323,7 @@ def server(_: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if plugins and plugins not in entry_points(group="vllm.general_plugins").names:
         raise Refused("vllm serve does not find the plugin; pip install --no-deps -e .")
     options = engine_arguments(args, case.sequences) | {
-        "max_model_len": case.context + args.new_tokens,
+        "max_model_len": case.context + args.new_tokens + SPARE,
         "max_num_batched_tokens": CHUNK,
         "compilation_config": mode(not args.eager_prefill),
     }

@@ -25,39 +25,39 @@ def tables(record: Row) -> str:
     """Return each part with the ways side by side, and every row with its spread."""
     rows = record["cases"]
     of = {part: [row for row in rows if row["part"] == part] for part in PARTS}
+    at_once, speed = "Sequences that decode at once", "Output tokens/s of these:"
+    fixed = f"{at_once} in the memory of {record['cache_sequences']:g} bf16 ones:"
+    step = "Milliseconds of a decode step"
     parts = [
-        "Milliseconds of a decode step; ratios above 1 mean that DMS is faster:",
-        _side_by_side(of["steps"], "step_ms", ".2f", inverse=True),
-        "Prefill, tokens/s:",
-        _side_by_side(of["steps"], "prefill_tok_s", ","),
-        "Milliseconds of a decode step on two GPUs:",
-        _side_by_side(of["two_gpus"], "step_ms", ".2f", inverse=True),
-        "Two GPUs:",
-        table(RANKS, _sorted(of["two_gpus"]), names=None),
-        f"Sequences that decode at once in the memory of {record['cache_sequences']:g} bf16 ones:",
-        _side_by_side(of["capacity"], "together", ""),
-        "Output tokens/s of these:",
-        _side_by_side(of["capacity"], "tokens_s", ","),
-        "Sequences that decode at once in the whole memory:",
-        _side_by_side(of["grown"], "together", ""),
-        "Output tokens/s of these:",
-        _side_by_side(of["grown"], "tokens_s", ","),
-        "Requests/s that are sustained:",
-        _side_by_side(of["trace"], "requests_s", ".2f"),
-        "Traces:",
-        table(TRACES, _sorted(of["trace"]), names=None),
-        "Server, measured by `vllm bench serve`:",
-        table(SERVERS, _sorted(of["server"]), names=None),
-        "Storm:",
-        table(STORM, of["storm"]),
-        "All rows:",
-        table(ROWS, [row for part in ONE_GPU for row in _sorted(of[part])], names=None),
+        ("steps", f"{step}; ratios above 1 mean that DMS is faster:", _gains("step_ms", ".2f")),
+        ("steps", "Prefill, tokens/s:", _gains("prefill_tok_s", ",")),
+        ("two_gpus", f"{step} on two GPUs:", _gains("step_ms", ".2f")),
+        ("two_gpus", "Pages of these:", _rows(RANKS)),
+        ("capacity", fixed, _gains("together", "")),
+        ("capacity", speed, _gains("tokens_s", ",")),
+        ("grown", f"{at_once} in the whole memory:", _gains("together", "")),
+        ("grown", speed, _gains("tokens_s", ",")),
+        ("trace", "Requests/s that are sustained:", _gains("requests_s", ".2f")),
+        ("trace", "Traces:", _rows(TRACES)),
+        ("server", "Server, measured by `vllm bench serve`:", _rows(SERVERS)),
+        ("storm", "Storm:", _rows(STORM)),
     ]
-    return "\n\n".join(parts)
+    shown = [text for part, title, lines in parts if of[part] for text in (title, lines(of[part]))]
+    one_gpu = [row for part in ONE_GPU for row in _sorted(of[part])]
+    return "\n\n".join([*shown, "All rows:", table(ROWS, one_gpu, names=None)])
 
 
-def _side_by_side(rows: list[Row], value: str, form: str, inverse: bool = False) -> str:
+def _gains(value: str, form: str) -> Callable[[list[Row]], str]:
+    return lambda rows: _side_by_side(rows, value, form)
+
+
+def _rows(columns: tuple[Column, ...]) -> Callable[[list[Row]], str]:
+    return lambda rows: table(columns, _sorted(rows), names=None)
+
+
+def _side_by_side(rows: list[Row], value: str, form: str) -> str:
     """Return a row for each case, a column for each way, and DMS over both plain engines."""
+    inverse = value == "step_ms"
 
     def of_way(way: str) -> Callable[[Row], str]:
         return lambda case: field(value, form)(_best(case["rows"], way, value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,53 @@ from research.recipe.report import report_text
 from research.recipe.sweep import table
 
 ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "research" / "results" / "nvidia_h100_80gb_hbm3"
+RESULTS = ROOT / "research" / "results"
+H100, H200 = "nvidia_h100_80gb_hbm3", "nvidia_h200"
+POLICIES = {
+    "Quest": "quest",
+    "R-KV": "r_kv",
+    "TOVA": "tova_prefill_dense",
+    "StreamingLLM": "streaming_llm",
+    "KeyDiff": "keydiff",
+    "SnapKV": "snapkv",
+    "H2O": "h2o_prefill_dense",
+    "Knorm": "knorm",
+}
 MODELS = {
     "original": "original",
     **{f"DMS, CR {ratio}": f"cr{ratio}" for ratio in (2, 3, 4, 6, 8)},
+    **{f"DMC, CR {ratio}": f"dmc_cr{ratio}" for ratio in (4, 8)},
     **{
         f"{title}, CR {ratio}": f"{name}_cr{ratio}"
-        for title, name in (
-            ("StreamingLLM", "streaming_llm"),
-            ("SnapKV", "snapkv"),
-            ("KeyDiff", "keydiff"),
-        )
+        for title, name in POLICIES.items()
         for ratio in (4, 8)
     },
 }
-VARIANTS = {"none": "base", "eviction channel 0": "channel-0", "learning rate 5e-5": "lr-5e-5"}
+CHOICES = ("hellaswag@10", "arc_easy@25", "arc_challenge@25", "piqa@20", "winogrande@5")
+CHOICES += ("openbookqa@5",)
+LAMBADA = ("lambada_openai@0", "lambada_openai@10")
+VARIANTS = {
+    "none": (H100, "base"),
+    "eviction channel 0": (H100, "channel-0"),
+    "learning rate 5e-5": (H100, "lr-5e-5"),
+    "all, learning rate 2e-4": (H200, "base"),
+    "attention, learning rate 2e-4": (H200, "train-attention"),
+    "adapters (`lora`, rank 16), learning rate 1e-3": (H200, "train-lora"),
+}
 
 
-def record(name: str) -> dict[str, Any]:
-    return json.loads((RECORDS / name).read_text(encoding="utf-8"))
+def record(name: str, device: str = H200) -> dict[str, Any]:
+    return json.loads((RESULTS / device / name).read_text(encoding="utf-8"))
+
+
+def models() -> dict[str, dict[str, Any]]:
+    """Models of the newer record; the older one has the perplexity of some policies."""
+    older = {model["name"]: model for model in record("smollm2_135m.json", H100)["models"]}
+    found = {model["name"]: dict(model) for model in record("smollm2_135m.json")["models"]}
+    for name, model in found.items():
+        if "perplexity" not in model and name in older:
+            model["perplexity"] = older[name]["perplexity"]
+    return found
 
 
 def page_rows(page: str) -> dict[str, list[str]]:
@@ -44,22 +73,42 @@ def interval(found: Mapping[str, float]) -> str:
 
 
 def test_the_page_has_the_numbers_of_the_record() -> None:
-    rows = page_rows("docs/models.md")
-    models = {model["name"]: model for model in record("smollm2_135m.json")["models"]}
+    rows, known = page_rows("docs/models.md"), models()
     for title, name in MODELS.items():
-        model, cells = models[name], rows[title]
-        perplexity, validation = model["perplexity"], model.get("validation")
-        assert cells[0] == f"{perplexity['continuation']['cr_factor']:.2f}"
+        model, cells = known[name], rows[title]
+        perplexity, validation = model.get("perplexity"), model.get("validation")
         assert cells[1] == (f"{validation['kl_nats_per_token']:.4f}" if validation else "")
-        assert cells[2] in (f"{perplexity['window']['perplexity']:.2f}", "")
-        assert cells[3] == f"{perplexity['continuation']['perplexity']:.2f}"
-        assert cells[4:] == [interval(model["needles"][key]) for key in ("1024", "2048", "4096")]
+        if perplexity:
+            assert cells[0] == f"{perplexity['continuation']['cr_factor']:.2f}"
+            assert cells[2] in (f"{perplexity['window']['perplexity']:.2f}", "")
+            assert cells[3] == f"{perplexity['continuation']['perplexity']:.2f}"
+        else:
+            assert cells[0] == cells[2] == cells[3] == ""
+        assert cells[4:7] == [interval(model["needles"][key]) for key in ("1024", "2048", "4096")]
+        assert cells[7] == f"{model['needles']['4096']['reads_per_token']:,.0f}"
+
+
+def test_the_page_has_the_scores_of_the_record() -> None:
+    rows, known = page_rows("docs/models.md"), models()
+    for title, name in MODELS.items():
+        if "tasks" not in (model := known[name]):
+            continue
+        cells = rows["the original" if name == "original" else title.replace(",", " at")]
+        scores = {key: _score(model["tasks"].get(key)) for key in (*CHOICES, *LAMBADA)}
+        assert cells[:6] == [scores[key] for key in CHOICES]
+        assert cells[7:] == [scores[key] for key in LAMBADA]
+        whole = all(scores[key] for key in CHOICES)
+        mean = statistics.fmean(model["tasks"][key]["score"] for key in CHOICES) if whole else None
+        assert cells[6] == ("" if mean is None else f"{100 * mean:.2f}")
+
+
+def _score(task: Mapping[str, Any] | None) -> str:
+    return "" if task is None else f"{100 * task['score']:.1f} ± {100 * task['half_width']:.1f}"
 
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:
-    rows = page_rows("README.md")
-    models = {model["name"]: model for model in record("smollm2_135m.json")["models"]}
-    shown = [models[n] for n in ("original", "cr4", "cr8", "streaming_llm_cr4", "snapkv_cr4")]
+    rows, known = page_rows("README.md"), models()
+    shown = [known[n] for n in ("original", "cr4", "cr8", "streaming_llm_cr4", "snapkv_cr4")]
     by_title = {
         "perplexity of": lambda m: f"{m['perplexity']['continuation']['perplexity']:.2f}",
         "needles found in 2,048": lambda m: f"{m['needles']['2048']['value']:.2f}",
@@ -73,16 +122,20 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
 
 def test_the_variants_have_the_numbers_of_the_sweep() -> None:
     rows = page_rows("docs/models.md")
-    variants = {row["variant"]: row for row in record("smollm2_sweep.json")["rows"]}
-    for title, name in VARIANTS.items():
-        row, cells = variants[name], rows[title]
-        assert cells[0] == f"{row['kl']:.4f}"
-        assert cells[1] == f"{row['window']['perplexity']:.2f}"
-        assert cells[2] == f"{row['continuation']['perplexity']:.2f}"
-        for cell, key in zip(cells[3:], ("needles_2048", "needles_4096"), strict=True):
+    for title, (device, name) in VARIANTS.items():
+        found = record("smollm2_sweep.json", device)["rows"]
+        (row,) = (row for row in found if row["variant"] == name)
+        kl, *cells = rows[title]
+        if device == H200:
+            assert cells.pop(0) == f"{row['window']['cr_factor']:.2f}"
+        assert kl == f"{row['kl']:.4f}"
+        assert cells[0] == f"{row['window']['perplexity']:.2f}"
+        assert cells[1] == f"{row['continuation']['perplexity']:.2f}"
+        for cell, key in zip(cells[2:], ("needles_2048", "needles_4096"), strict=True):
             assert cell == "{:.2f} [{:.2f}, {:.2f}]".format(*row[key])
 
 
-def test_both_records_print() -> None:
-    assert "| cr8 |" in report_text(record("smollm2_135m.json"))
-    assert "| lr-5e-5 |" in table(record("smollm2_sweep.json"))
+def test_the_records_print() -> None:
+    for device in (H100, H200):
+        assert "| cr8 |" in report_text(record("smollm2_135m.json", device))
+        assert "| base |" in table(record("smollm2_sweep.json", device))
