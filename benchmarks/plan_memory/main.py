@@ -64,6 +64,7 @@ CASES = {
     "copies": _case("qwen2.5-1.5b", "dms", "dp2", 2, None),
     "interleaved": _case("qwen2.5-1.5b", "dms", "pp2_vp2", 4, None),
     "uneven": _case("qwen2.5-1.5b", "dms", "pp2_last12", 4, None),
+    "context": _case("llama3.2-1b-64k", "dms", "cp2", 1, "mlp"),
     "pipeline": _case("qwen2.5-7b", "dms", "pp2", 4, "full"),
     "tensor": _case("qwen2.5-7b", "dms", "tp2_sp", 2, "full"),
     "pipeline_tensor": _case("qwen2.5-7b", "dms", "tp2_pp2_sp", 4, None),
@@ -139,7 +140,7 @@ def stages(case: Case) -> list[PipelineStage]:
         PipelineStage(
             microbatch=microbatch,
             rank=rank,
-            copies=case.layout.dp,
+            copies=case.layout.dp * case.layout.cp,
             microbatches=case.microbatches,
         )
         for rank in range(case.layout.pp)

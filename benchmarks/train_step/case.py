@@ -66,6 +66,7 @@ def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
     return ParallelOptions(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         virtual_pipeline_model_parallel_size=layout.vp,
         num_layers_in_last_pipeline_stage=layout.last,
         sequence_parallel=layout.sp,

@@ -19,7 +19,7 @@ SUBJECTS = ("peer", "ours")
 LAYERS = ("auto", "local", "transformer_engine")
 _LABELS = {"lm": "LM loss", "distill": "teacher + KL"}
 _LABELS |= {name: f"teacher + KL + {name.upper()}" for name in METHODS}
-_LAYOUT_WORD = re.compile(r"(tp|pp|vp|dp|last)(\d+)|sp")
+_LAYOUT_WORD = re.compile(r"(tp|pp|vp|cp|dp|last)(\d+)|sp")
 
 
 def _qwen2(layers: int, hidden: int, ffn: int, heads: tuple[int, int], tied: bool) -> Architecture:
@@ -100,6 +100,7 @@ def _of_experiment(name: str) -> tuple[Architecture, int, int]:
 SHAPES: dict[str, tuple[Architecture, int, int]] = {
     "qwen2.5-1.5b": (_qwen2(28, 1536, 8960, (12, 2), tied=True), 8192, 1),
     "llama3.2-1b": (_llama3(16, 2048, 8192, 64, tied=True), 4096, 4),
+    "llama3.2-1b-64k": (_llama3(16, 2048, 8192, 64, tied=True), 65536, 1),
     "qwen2.5-7b": (_qwen2(28, 3584, 18944, (28, 4), tied=False), 8192, 1),
     "llama3.1-8b": (_llama3(32, 4096, 14336, 128, tied=False), 8192, 1),
     "smollm2-135m": (_SMOLLM2, 2048, 16),
@@ -118,6 +119,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vp: int | None = None
+    cp: int = 1
     dp: int = 1
     sp: bool = False
     last: int | None = None
@@ -125,12 +127,13 @@ class Layout:
     @property
     def world(self) -> int:
         """Processes, one for each GPU."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def label(self) -> str:
         """The words `parse_layout` reads."""
-        sizes = {"tp": self.tp, "pp": self.pp, "vp": self.vp or 1, "dp": self.dp}
+        names = ("tp", "pp", "vp", "cp", "dp")
+        sizes = {name: getattr(self, name) or 1 for name in names}
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         words += [f"last{self.last}"] * (self.last is not None) + ["sp"] * self.sp
         return "_".join(words) or "dp1"
@@ -142,7 +145,9 @@ def parse_layout(text: str) -> Layout:
     for word in text.split("_"):
         match = _LAYOUT_WORD.fullmatch(word)
         if match is None:
-            raise ValueError(f"layout {text}: {word!r} is none of tpN, ppN, vpN, dpN, lastN, sp")
+            raise ValueError(
+                f"layout {text}: {word!r} is none of tpN, ppN, vpN, cpN, dpN, lastN, sp"
+            )
         values[match[1] or "sp"] = int(match[2]) if match[1] else True
     return Layout(**values)
 
@@ -187,15 +192,15 @@ class Case:
     def known(self) -> bool:
         """Return whether the subject supports this case.
 
-        The peer has no method, no pipeline, and KL of whole rows. Its local
-        layers have no sequence parallelism.
+        The peer has no method, no pipeline, no context parallelism, and KL of whole rows. Its
+        local layers have no sequence parallelism.
         """
         if self.subject == "ours":
             return True
         whole = self.kind == "lm" or self.layout.tp == 1
         spread = not self.layout.sp or self.layers == "transformer_engine"
         plain = self.kind not in METHODS and self.trains == "all"
-        return plain and self.layout.pp == 1 and whole and spread
+        return plain and self.layout.pp == self.layout.cp == 1 and whole and spread
 
     @property
     def label(self) -> str:

@@ -6,10 +6,10 @@ whose loss changes the output least, measured on its training data before the fi
 
 from __future__ import annotations
 
-import math
 import time
 
 from dms_train.app.preparation import Prepared
+from dms_train.app.samples import beginning
 from dms_train.data.batches import Batch
 from dms_train.limits import AUTO
 from dms_train.mcore import groups
@@ -75,22 +75,7 @@ def rank_channels(engine: McoreEngine, size: int, batches: list[Batch]) -> dict[
     """
     channels = [*range(size - 1), -1]
     for tokens in (_SCREENING_TOKENS, _FINAL_TOKENS):
-        losses = engine.channel_losses(channels, _beginning(batches, tokens, engine.view))
+        losses = engine.channel_losses(channels, beginning(batches, tokens, engine.view))
         ranking = sorted(zip(losses, channels, strict=True), key=lambda entry: entry[0])
         channels = [channel for _, channel in ranking[:_FINALISTS]]
     return {channel: loss for loss, channel in ranking}
-
-
-def _beginning(batches: list[Batch], tokens: int, view: ParallelView) -> list[Batch]:
-    """Return up to `tokens` positions of the first micro-batches."""
-    # the interleaved schedule takes multiples of the number of stages
-    multiple = view.pp_size if view.vp_size else 1
-    needed = math.ceil(tokens / batches[0].tokens.numel())
-    taken = batches[: math.ceil(needed / multiple) * multiple]
-    return [_shortened(batch, tokens // len(taken), view.tp_size) for batch in taken]
-
-
-def _shortened(batch: Batch, tokens: int, tp_size: int) -> Batch:
-    """Return up to `tokens` positions, in a length that tensor-parallel ranks can split."""
-    length = min(batch.tokens.shape[1], tokens - tokens % tp_size)
-    return batch.first(tokens // length, length)

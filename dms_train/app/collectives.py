@@ -1,11 +1,11 @@
 """Collectives of a training step in any layout, found by running a small one in one process.
 
 Torch's `fake` backend takes part in every collective without sending anything. The real model,
-optimizer and schedule therefore run as one rank of any number of ranks. Tensor, pipeline and data
-sizes and the width of the model are those of the configuration. Counts and bytes are linear in the
-layers of a chunk, in the tokens of a microbatch and in the number of microbatches. Eight small
-steps measure them at two values of each, and the result is extended to the configuration. Matrix
-products are replaced by zeros of their shapes.
+optimizer and schedule therefore run as one rank of any number of ranks. Tensor,
+context, pipeline and data sizes and the width of the model are those of the configuration. Counts
+and bytes are linear in the layers of a chunk, in the tokens of a microbatch and in the number of
+microbatches. Eight small steps measure them at two values of each, and the result is extended to
+the configuration. Matrix products are replaced by zeros of their shapes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _KINDS = {
     "allgather_into_tensor_coalesced_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "receive",
 }
 # Sent bytes of a rank over the bytes of the whole tensor, times (ranks - 1) / ranks.
-_RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+_RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 _GIGA = 1e9
 _RATE = LearningRate(max_lr=1e-5, min_lr=1e-5, steps=100, warmup_steps=0, style="constant")
@@ -124,9 +125,10 @@ def trace(
         stage: Index of the pipeline stage.
     """
     parallel, data = config.parallel, config.data
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    shards = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     chunks = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
-    copies = world_size // (tp * pp)
+    copies = world_size // parallel.ranks_per_copy
     counted: dict[tuple[int, int, int], _Recorder] = {}
     even = replace(
         parallel, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
@@ -136,8 +138,8 @@ def trace(
             small = replace(architecture, num_layers=layers * chunks, layers=())
             engine, names = _engine(replace(config, parallel=even), small)
             # every recorded step begins by gathering the weights that the one before it updated
-            _step(engine, config, _batches(data.micro_batch_size, 2 * tp, pp), names)
-            for length, count in product((2 * tp, 4 * tp), (pp, 2 * pp)):
+            _step(engine, config, _batches(data.micro_batch_size, 2 * shards, pp), names)
+            for length, count in product((2 * shards, 4 * shards), (pp, 2 * pp)):
                 batches = _batches(data.micro_batch_size, length, count)
                 counted[layers, length, count] = _step(engine, config, batches, names)
             groups.stop(keep_process_group=True)

@@ -8,7 +8,7 @@ from typing import Any
 from dms_train.app import run_folder, training_data
 from dms_train.app.export_evaluation import ModelValidator
 from dms_train.app.exporter import ModelExporter, run_provenance
-from dms_train.app.preparation import Prepared
+from dms_train.app.preparation import Prepared, configured_base
 from dms_train.app.samples import batch_source, datasets, selftest_tokens
 from dms_train.app.task_evaluation import TaskEvaluator
 from dms_train.app.watch import RunWatch
@@ -52,15 +52,7 @@ def trainer_components(
         [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
     )
     provenance = _provenance(prepared)
-    exporter = ModelExporter(
-        engine=engine,
-        options=config.stage.export,
-        folder=prepared.folder / "exports",
-        tokens=selftest_tokens(valid or train, config),
-        source_dir=prepared.start.tokenizer_dir,
-        params_dtype=config.parallel.params_dtype,
-        provenance=provenance,
-    )
+    exporter = _exporter(prepared, engine, valid or train, provenance)
     reporter = _reporter(prepared, prepared.start.state, view)
     saver = Saver(
         engine=engine,
@@ -88,6 +80,25 @@ def trainer_components(
         global_batch_size=config.data.global_batch_size,
         eval_batches=eval_batches,
         every_integer_cr=_exports_integers(config),
+    )
+
+
+def _exporter(
+    prepared: Prepared,
+    engine: McoreEngine,
+    samples: TokenSamples | None,
+    provenance: dict[str, Any],
+) -> ModelExporter:
+    config = prepared.config
+    return ModelExporter(
+        engine=engine,
+        options=config.stage.export,
+        folder=prepared.folder / "exports",
+        tokens=selftest_tokens(samples, config),
+        source_dir=prepared.start.tokenizer_dir,
+        params_dtype=config.parallel.params_dtype,
+        provenance=provenance,
+        adapter_base=configured_base(config),
     )
 
 

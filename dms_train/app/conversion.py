@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dms_train.app.exporter import ModelExporter, check_format, run_provenance
+from dms_train.app.exporter import ModelExporter, adapter_base, check_format, run_provenance
 from dms_train.app.start_point import described_model
 from dms_train.export.card import TRAINING_DATA
 from dms_train.export.writer import check_replaceable
@@ -129,9 +129,10 @@ def export_checkpoint(
     check_replaceable(out)
     tokenizer = _tokenizer_dir(tokenizer_from, state.get("model"))
     dtype = options.dtype or "fp32"
-    if state["eviction_enabled"]:
-        check_format(options, spec, architecture, dtype, float(state["target_cr"]))
     trainable = Trainable.of(state.get(ADAPTERS))
+    base = adapter_base(trainable, state.get("model"))
+    if state["eviction_enabled"]:
+        check_format(options, spec, architecture, dtype, float(state["target_cr"]), base)
     with open_engine(architecture, spec, dtype, None, trainable) as engine:
         engine.load(path, with_optimizer=False)
         exporter = ModelExporter(
@@ -146,6 +147,7 @@ def export_checkpoint(
                 for key in ("model", "versions", "gguf", TRAINING_DATA)
                 if key in state
             },
+            adapter_base=base,
         )
         exporter.write_hf(out, state)
 

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dms_train.app.weight_files import write_weights
+from dms_train.app.weight_files import write_adapter, write_weights
+from dms_train.export.card import EARLY_STOP
 from dms_train.export.writer import check_replaceable, partial_directory, write_export
 from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import dtype_name
+from dms_train.hf.formats.peft import FORMAT as PEFT
 from dms_train.hf.gguf_directory import read_gguf_record
 from dms_train.hf.selftest import SelfTest
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.options import Trainable
 from dms_train.method.accounting import cr_factor
 from dms_train.method.base import MethodSpec
 from dms_train.method.plan import StepPlan
@@ -50,8 +53,17 @@ def check_format(
     architecture: Architecture,
     params_dtype: str,
     target_cr: float,
+    adapter_base: str | None,
 ) -> None:
     """Refuse an export that its consumer would misread, before any weights exist.
+
+    Args:
+        options: Format and dtype.
+        spec: Specification of the training.
+        architecture: The model.
+        params_dtype: Precision of the training, `fp32` or `bf16`.
+        target_cr: Compression ratio asked for in training.
+        adapter_base: As `adapter_base` returns it.
 
     Raises:
         ExportRefused: As `formats.check_export`.
@@ -62,8 +74,22 @@ def check_format(
         dtype=dtype_name(export_dtype(options, spec, params_dtype)),
         target_cr=target_cr,
         block_size=options.paged_attention_block_size,
+        adapter_base=adapter_base,
     )
     formats.check_export(export_format(options, spec), model)
+
+
+def adapter_base(trainable: Trainable, model: str | None) -> str | None:
+    """Return how an adapter names its base model; None unless adapters are all that trains.
+
+    Args:
+        trainable: Weights that train.
+        model: Directory, GGUF file or hub id of the base model; None without one.
+    """
+    if model is None or not trainable.adapts:
+        return None
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
 
 
 def check_folder(exports: Path, stage: StageOptions, target_cr: float) -> None:
@@ -81,12 +107,13 @@ def check_folder(exports: Path, stage: StageOptions, target_cr: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExporter:
-    """Writer of exports: `NAME/megatron` and `NAME/hf` below `folder`.
+    """Writer of exports: `NAME/megatron`, except beside an adapter, and `NAME/hf` below `folder`.
 
     Attributes:
         tokens: int64 [T], the text of the self-test.
         source_dir: Model directory whose tokenizer files are carried over.
         params_dtype: Precision of the training, `fp32` or `bf16`.
+        adapter_base: Base model of the format `peft`, see `adapter_base`.
     """
 
     engine: McoreEngine
@@ -96,15 +123,17 @@ class ModelExporter:
     source_dir: Path | None
     params_dtype: str
     provenance: dict[str, Any]
+    adapter_base: str | None = None
 
     def export(self, name: str, state: dict[str, Any]) -> Path:
-        """Write both checkpoints; every rank calls it."""
+        """Write a checkpoint, except beside an adapter, and the export; every rank calls it."""
         path = self.folder / name
         if self.engine.view.rank == 0 and path.is_symlink():
             path.unlink()  # an alias of an earlier run; its target must stay unchanged
         dist.barrier()
-        described = {**state, **self.provenance}
-        self.engine.save_weights(path / "megatron", described)
+        if self._base(state) is None:
+            described = {**state, **self.provenance}
+            self.engine.save_weights(path / "megatron", described)
         self.write_hf(path / "hf", state)
         return path
 
@@ -126,6 +155,14 @@ class ModelExporter:
         spec = engine.spec if compressed else None
         dtype = export_dtype(self.options, spec, self.params_dtype)
         selftest, measured = self._selftest() if compressed else (None, None)
+        base = self._base(state)
+
+        def weights(directory: Path) -> None:
+            if base is None:
+                write_weights(engine, directory, dtype)
+            else:
+                write_adapter(engine, directory, base)
+
         if engine.view.rank == 0:
             advice = write_export(
                 path,
@@ -135,17 +172,23 @@ class ModelExporter:
                 target_cr=float(state["target_cr"]),
                 dtype=dtype,
                 export_format=export_format(self.options, engine.spec),
-                weights=lambda directory: write_weights(engine, directory, dtype),
+                weights=weights,
                 source_dir=self.source_dir,
                 selftest=selftest,
                 block_size=self.options.paged_attention_block_size,
                 provenance=_provenance(state, self.provenance),
+                adapter_base=base,
             )
             for line in advice:
                 logger().warning(line)
         else:
-            write_weights(engine, partial_directory(path), dtype)
+            weights(partial_directory(path))
         dist.barrier()
+
+    def _base(self, state: dict[str, Any]) -> str | None:
+        """Return the base model of an export that is an adapter; None for another one."""
+        is_adapter = export_format(self.options, self.engine.spec) == PEFT.name
+        return self.adapter_base if is_adapter and state["eviction_enabled"] else None
 
     def _selftest(self) -> tuple[SelfTest | None, float | None]:
         recording = self.engine.record(INFERENCE_PLAN, self.tokens)
@@ -162,8 +205,8 @@ class ModelExporter:
 
 
 def _provenance(state: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    kept = ("step", "consumed_samples", "target_cr")
-    return {**{key: state[key] for key in kept if key in state}, **run}
+    kept = ("step", "consumed_samples", "target_cr", EARLY_STOP)
+    return {**{key: state[key] for key in kept if state.get(key) is not None}, **run}
 
 
 def run_provenance(

@@ -60,6 +60,7 @@ def ranked(
     whole = replace(
         config.parallel,
         tensor_model_parallel_size=1,
+        context_parallel_size=1,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
         num_layers_in_first_pipeline_stage=None,
@@ -96,7 +97,8 @@ def with_student(config: RunConfig) -> tuple[RunConfig, float]:
 def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[str]:
     p, data = config.parallel, config.data
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    copies = world_size // (tp * pp)
+    context = f" x CP {p.context_parallel_size}" if p.context_parallel_size > 1 else ""
+    copies = world_size // p.ranks_per_copy
     passes = data.global_batch_size // (data.micro_batch_size * copies)
     active = f", {active_parameter_count(a):,} of them active" if a.experts else ""
     yield (
@@ -110,8 +112,8 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
     )
     chunks = p.virtual_pipeline_model_parallel_size or 1
     yield (
-        f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}, "
-        f"{layers}{f' in {chunks} chunks' if chunks > 1 else ''}"
+        f"layout  {world_size} processes = TP {tp}{context} x PP {pp} x DP {copies}, "
+        f"{p.params_dtype}, {layers}{f' in {chunks} chunks' if chunks > 1 else ''}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
         f"{_recompute(p)}"
     )

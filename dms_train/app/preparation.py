@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dms_train.app import inputs, launcher, run_folder
 from dms_train.app.export_evaluation import check_evaluation
-from dms_train.app.exporter import check_folder, check_format
+from dms_train.app.exporter import adapter_base, check_folder, check_format
 from dms_train.app.start_point import StartPoint, find_start, with_known_channel, with_student
 from dms_train.app.task_evaluation import check_tasks
 from dms_train.config.build import ConfigError
@@ -56,6 +56,9 @@ def prepare(config: RunConfig) -> Prepared:
         start = original if load is None else with_student(original, Path(load), trainable)
         start.require(with_known_channel(config.method, start.spec).spec)
         _check_eviction_channel(config, start)
+        if start.student is not None and launcher.rank() == 0:
+            ratio = start.state.loaded_cr
+            log.logger().info("run.load=%s: its compression ratio is %g", start.student, ratio)
     spec = with_known_channel(config.method, start.spec).spec
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, start.state.loaded_cr)
     _check_data(config, start)
@@ -69,6 +72,14 @@ def prepare(config: RunConfig) -> Prepared:
         folder=Path(config.run.dir),
         since=since,
     )
+
+
+def configured_base(config: RunConfig) -> str | None:
+    """Return the base model of adapters; None if the frozen weights are not those of model.path."""
+    load = config.run.load
+    if load is not None and (Path(load) / "config.json").is_file():
+        return None
+    return adapter_base(config.trainable, config.model.path)
 
 
 def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
@@ -160,4 +171,5 @@ def _check_export(
     check_tasks(config, start)
     if compresses:
         params_dtype = config.parallel.params_dtype
-        check_format(options, spec, start.architecture, params_dtype, target_cr)
+        base = configured_base(config)
+        check_format(options, spec, start.architecture, params_dtype, target_cr, base)

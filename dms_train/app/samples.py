@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from dms_train.app.preparation import Prepared
 from dms_train.config.schema import RunConfig
-from dms_train.data.batches import BatchSource
+from dms_train.data.batches import Batch, BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.mcore.groups import ParallelView
@@ -58,5 +60,20 @@ def selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Te
     """Return the first sample of the validation split, or else of the training split."""
     assert samples is not None
     wanted = config.method.window + _SELFTEST_TOKENS
-    shards = config.parallel.tensor_model_parallel_size
+    shards = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     return samples[0].tokens[: min(config.data.seq_length, -(-wanted // shards) * shards)]
+
+
+def beginning(batches: list[Batch], tokens: int, view: ParallelView) -> list[Batch]:
+    """Return up to `tokens` positions of the first micro-batches of this rank."""
+    # the interleaved schedule takes multiples of the number of stages
+    multiple = view.pp_size if view.vp_size else 1
+    needed = math.ceil(tokens / batches[0].tokens.numel())
+    taken = batches[: math.ceil(needed / multiple) * multiple]
+    return [_shortened(batch, tokens // len(taken), view.tp_size * view.cp_size) for batch in taken]
+
+
+def _shortened(batch: Batch, tokens: int, shards: int) -> Batch:
+    """Return up to `tokens` positions, in a length that `shards` divides."""
+    length = min(batch.tokens.shape[1], tokens - tokens % shards)
+    return batch.first(tokens // length, length)

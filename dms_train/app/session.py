@@ -17,6 +17,7 @@ from dms_train.app.memory_check import check_memory
 from dms_train.app.plan import describe
 from dms_train.app.preparation import Prepared, prepare
 from dms_train.app.start_point import with_known_channel
+from dms_train.app.teacher_check import check_teacher
 from dms_train.app.watch import RunWatch, end_hanging_run
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
@@ -175,5 +176,6 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     components = trainer_components(prepared, view, engine, watch, contents)
     # closing the sinks, which may still send rows, must not delay another rank
     with contextlib.closing(components.reporter), watch.expecting_ranks(engine):
+        check_teacher(prepared, engine, components.source)
         choose_channel(prepared, view, engine, components.source)
         return loop.run(prepared.stages[:count], prepared.start.state, components)

@@ -9,11 +9,19 @@ import torch
 import torch.distributed as dist
 
 from dms_train.export.writer import check_weight, require_all
-from dms_train.hf.directory import SHARD_BYTES, name_shards, write_shard
+from dms_train.hf.adapter import (
+    ADAPTER_WEIGHTS,
+    adapter_config,
+    adapter_metadata,
+)
+from dms_train.hf.directory import SHARD_BYTES, dtype_name, name_shards, save_tensors, write_shard
 from dms_train.hf.errors import HFError
+from dms_train.hf.json_files import write_json
+from dms_train.hf.side_files import ADAPTER_CONFIG
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.model.low_rank import AdapterTensors
 
 _Names = dict[int, list[str]]  # tensors of each shard
 
@@ -48,6 +56,41 @@ def write_weights(
     if engine.view.rank == 0:
         total = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
         name_shards(directory, [shards[number] for number in sorted(shards)], total)
+
+
+def write_adapter(engine: McoreEngine, directory: Path, base: str) -> None:
+    """Write the adapters of a model in PEFT's format; every rank calls it.
+
+    Args:
+        engine: Engine of the model.
+        directory: Directory that rank 0 has made.
+        base: Directory or hub id of the base model.
+
+    Raises:
+        HFError: On every rank, when a tensor is not finite or the file cannot be written.
+        OSError: On every rank, when a file cannot be written.
+    """
+    collected = engine.adapter_tensors()
+    problem = groups.of_rank_0(lambda: _write_collected(collected, directory, base))
+    if problem is not None:
+        raise problem
+
+
+def _write_collected(
+    collected: AdapterTensors | None, directory: Path, base: str
+) -> Exception | None:
+    """Write the adapters; return why they could not be written."""
+    assert collected is not None  # rank 0
+    tensors, scale, base_rows = collected
+    metadata = adapter_metadata(base_rows, dtype_name(base_rows[0].dtype))
+    try:
+        for name, tensor in tensors.items():
+            check_weight(name, tensor, tuple(tensor.shape))
+        save_tensors(directory / ADAPTER_WEIGHTS, tensors, metadata)
+        write_json(directory / ADAPTER_CONFIG, adapter_config(base, tensors, scale))
+    except (HFError, OSError) as error:
+        return error
+    return None
 
 
 def _write_own(

@@ -39,7 +39,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--format",
         choices=tuple(FORMATS),
-        help="who loads it: transformers, NVIDIA's code or FastDMS (default: as trained)",
+        help="who loads it: transformers, NVIDIA's code, FastDMS, or PEFT beside the base model "
+        "(default: as trained)",
     )
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)"

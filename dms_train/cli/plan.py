@@ -47,9 +47,7 @@ def _main(arguments: Sequence[str]) -> int:
 
     # a plan reads no data
     config = compose(options.overrides, options.config_dir, default_paths=["DATA"])
-    parallel = config.parallel
-    layout = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    world_size = options.world_size or max(1, layout)
+    world_size = options.world_size or max(1, config.parallel.ranks_per_copy)
     architecture = read_architecture(config.model)
     if options.gpu is not None:
         gpu(options.gpu)
@@ -102,7 +100,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", help="overrides: group=option key=value")
-    parser.add_argument("--world-size", type=_count, help="number of processes (default: TP x PP)")
+    parser.add_argument(
+        "--world-size", type=_count, help="number of processes (default: TP x PP x CP)"
+    )
     parser.add_argument(
         "--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; refuses a run that does not fit"
     )

@@ -70,6 +70,8 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
     architecture = _block(_block(current, "model"), "architecture")
     if architecture:  # written when the layers of every model were alike
         architecture.setdefault("layers", [])
+        if architecture.get("rope_scaling"):  # written when there was one rule
+            architecture["rope_scaling"].setdefault("rope_type", "llama3")
     stage = _block(current, "stage")
     if isinstance(stage.get("run"), list):
         stage["run"] = [current_stage(n) if isinstance(n, str) else n for n in stage["run"]]

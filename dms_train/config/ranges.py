@@ -52,6 +52,5 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
 
 def _presets() -> list[str]:
     """Return the presets of methods, and those that only an export format has."""
-    return list(
-        dict.fromkeys([*PRESETS, *(export_format.preset for export_format in FORMATS.values())])
-    )
+    of_formats = [layout.preset for layout in FORMATS.values() if layout.preset is not None]
+    return list(dict.fromkeys([*PRESETS, *of_formats]))

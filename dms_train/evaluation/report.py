@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from dms_train.evaluation.measure import Agreement, Cost
-from dms_train.evaluation.plots import draw_training
+from dms_train.evaluation.plots import draw_training, read_rows
+from dms_train.evaluation.run_report import early_stop_sentence
 from dms_train.evaluation.validation import ValidationResult
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
@@ -99,7 +100,8 @@ def write(result: ValidationResult, folder: Path, rows: Path | None) -> list[str
     pictures, advice = _draw(result, folder, rows), []
     if pictures is None:
         pictures, advice = [], [NO_PLOTS]
-    (folder / REPORT).write_text(_report(result, pictures), encoding="utf-8")
+    stop = early_stop_sentence(read_rows(rows)) if rows is not None and rows.is_file() else ""
+    (folder / REPORT).write_text(_report(result, pictures, stop), encoding="utf-8")
     numbers = json.dumps(result.numbers(), indent=2)
     (folder / METRICS).write_text(numbers + "\n", encoding="utf-8")
     return advice
@@ -123,14 +125,16 @@ def _main_cost(result: ValidationResult) -> Cost:
     return next(iter(result.costs.values()))["student"]
 
 
-def _report(result: ValidationResult, pictures: list[str]) -> str:
+def _report(result: ValidationResult, pictures: list[str], early_stop: str) -> str:
     cost = _main_cost(result)
     rows = zip(cost.layers, cost.cr_factors.tolist(), strict=True)
     eviction_channels = markdown_table(
         ["layer", *(f"KV head {head}" for head in range(cost.cr_factors.shape[1]))],
         [[str(layer), *(f"{factor:.2f}" for factor in row)] for layer, row in rows],
     )
-    sections = ["# Validation", _measured(result), tables(result), _meaning(result)]
+    sections = ["# Validation", _measured(result)]
+    sections += [early_stop] if early_stop else []
+    sections += [tables(result), _meaning(result)]
     sections.append(f"cr_factor by layer and KV head:\n\n{eviction_channels}")
     sections += [f"![{Path(name).stem}]({name})" for name in pictures]
     return "\n\n".join(sections) + "\n"

@@ -20,10 +20,12 @@ from dms_train.evaluation.html_page import figure, page, table
 from dms_train.evaluation.plots import Curve, curves_of, draw_curves, read_rows
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
+from dms_train.training.state import describe_early_stop
 
 KEPT, KEPT_LAYERS = "eval/kept", "eval/kept_layers"  # older runs have no layers
 _VALIDATION = "validate_export/"
 _EVALUATION = "eval/"
+_EARLY_STOP = "early_stop/"
 # Picture, unit of its axis, metrics in it.
 PANELS = (
     ("Loss and compression loss", "nats/token", ("train/loss", "train/aux_loss")),
@@ -126,7 +128,17 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     text = f"{last['step']:,} steps"
     if "tokens" in last:
         text += f", {last['tokens']:,} tokens"
-    return f"<p>{text}, {len(rows):,} rows.</p>"
+    sentences = f"{text}, {len(rows):,} rows.", early_stop_sentence(rows)
+    return f"<p>{' '.join(filter(None, sentences))}</p>"
+
+
+def early_stop_sentence(rows: list[dict[str, Any]]) -> str:
+    """Describe the early stop of a run; empty for a run without one."""
+    for row in reversed(rows):
+        stop = {n.removeprefix(_EARLY_STOP): v for n, v in row.items() if n.startswith(_EARLY_STOP)}
+        if stop:
+            return describe_early_stop(stop)
+    return ""
 
 
 def _validation(rows: list[dict[str, Any]]) -> str:

@@ -22,6 +22,7 @@ from dms_train.hf.gguf_directory import describe_types, is_gguf, read_gguf_recor
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 from dms_train.tables import markdown_table
+from dms_train.training.state import describe_early_stop
 
 CARD_FILE = "README.md"
 UNKNOWN = "unknown"
@@ -31,6 +32,8 @@ POOLED_FROM = "pooled_kv_heads"
 """Key of an export's provenance: KV heads of the base model, if they were averaged."""
 TRAINING_DATA = "training_data"
 """Key of an export's provenance: for each run that trained it, the origins of its text."""
+EARLY_STOP = "early_stop"
+"""Key of an export's provenance: the record of an annealing that ended at its KL limit."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Keys of the base model's front matter that hold for the retrofitted model, too.
 _INHERITED = ("license", "license_name", "license_link", "language")
@@ -196,13 +199,17 @@ def _summary(spec: MethodSpec) -> str:
 
 
 def _training(model: ExportedModel, layout: ExportFormat) -> list[tuple[str, Any]]:
+    stop = model.provenance.get(EARLY_STOP)
     measured = "not measured" if model.cr_factor is None else f"{model.cr_factor:.4g}"
+    base = model.adapter_base
     return [
         ("export format", f"`{layout.name}`, for {layout.consumer}"),
+        *([] if base is None else [("weights", f"an adapter of `{base}`, which is read with it")]),
         ("dtype", model.dtype),
         ("training step", model.provenance.get("step", UNKNOWN)),
         ("compression ratio asked for in training", f"{model.target_cr:g}"),
         ("compression ratio on the text of the self-test", measured),
+        *([] if stop is None else [("early stop", describe_early_stop(stop))]),
     ]
 
 

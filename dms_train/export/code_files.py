@@ -16,23 +16,23 @@ from dms_train.hf.typed import typed
 _SHIPPED = Path(__file__).parent / "shipped"
 _CONFIGURATION = '''"""Configuration of {classes} models with {METHOD}, for transformers."""
 
-from transformers import {classes}Config
+from transformers import {config_class}
 
 from .configuration_{method} import {METHOD}Config
 
 
-class {classes}Config{METHOD}({METHOD}Config, {classes}Config):
-    """{classes}Config with {METHOD}."""
+class {config_class}{METHOD}({METHOD}Config, {config_class}):
+    """{config_class} with {METHOD}."""
 
     model_type = "{method}_{family}"
 '''
 _MODELING = '''"""{classes} models with {METHOD}, for transformers."""
 
-from transformers.models.{family}.modeling_{family} import {classes}Attention, {classes}ForCausalLM
+from {modeling} import {classes}Attention, {classes}ForCausalLM
 
 # transformers 4 copies only the files that this one imports, not those that they import.
 {imports}
-from .configuration_{family}_{method} import {classes}Config{METHOD}
+from .configuration_{family}_{method} import {config_class}{METHOD}
 {expert_files}
 
 class {classes}Attention{METHOD}({METHOD}Attention, {classes}Attention):
@@ -42,7 +42,7 @@ class {classes}Attention{METHOD}({METHOD}Attention, {classes}Attention):
 class {classes}ForCausalLM{METHOD}({METHOD}ForCausalLM, {classes}ForCausalLM):
     """{classes}ForCausalLM with {METHOD}."""
 
-    config_class = {classes}Config{METHOD}
+    config_class = {config_class}{METHOD}
     attention_class = {classes}Attention{METHOD}
 '''
 # transformers 5 keeps the experts of a layer in one tensor, and files have a tensor for each. It
@@ -79,6 +79,8 @@ def shipped_code(family: str, method: str) -> dict[str, str]:
     names = {
         "family": family,
         "classes": FAMILIES[family].classes,
+        "config_class": FAMILIES[family].config_class,
+        "modeling": FAMILIES[family].modeling,
         "method": method,
         "METHOD": method.upper(),
         "expert_files": _EXPERT_FILES.format(family=family, method=method) if has_experts else "",
@@ -94,12 +96,13 @@ def shipped_code(family: str, method: str) -> dict[str, str]:
 @typed
 def transformers_keys(family: str, method: str) -> dict[str, Any]:
     """Return the keys of config.json with which transformers finds `shipped_code`."""
-    classes, name = FAMILIES[family].classes, method.upper()
+    described, name = FAMILIES[family], method.upper()
+    configuration, model = f"{described.config_class}{name}", f"{described.causal_lm}{name}"
     return {
-        "architectures": [f"{classes}ForCausalLM{name}"],
+        "architectures": [model],
         "use_cache": True,
         "auto_map": {
-            "AutoConfig": f"configuration_{family}_{method}.{classes}Config{name}",
-            "AutoModelForCausalLM": f"modeling_{family}_{method}.{classes}ForCausalLM{name}",
+            "AutoConfig": f"configuration_{family}_{method}.{configuration}",
+            "AutoModelForCausalLM": f"modeling_{family}_{method}.{model}",
         },
     }

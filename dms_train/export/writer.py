@@ -55,12 +55,18 @@ class _Described:
         dtype: Dtype of the exported weights.
         provenance: JSON values that state where the weights come from.
         compressed: The model and its format; None for a dense model.
+        selftest: Reference output, or None.
     """
 
     architecture: Architecture
     dtype: torch.dtype
     provenance: dict[str, Any]
     compressed: tuple[ExportedModel, ExportFormat] | None
+    selftest: SelfTest | None
+
+    def __post_init__(self) -> None:
+        if self.compressed is None and self.selftest is not None:
+            raise HFError("a dense export has no decisions to test: pass selftest=None")
 
     def config(self, source: Path | None) -> dict[str, Any]:
         """Return the complete config.json."""
@@ -86,7 +92,9 @@ class _Described:
         return shipped_code(self.architecture.family, self.compressed[1].method)
 
     def write(self, directory: Path, source_dir: str | Path | None) -> None:
-        """Write everything except the weights and the self-test."""
+        """Write everything except the weights."""
+        if self.selftest is not None:
+            self.selftest.save(directory)
         source = None if source_dir is None else Path(source_dir)
         if source is not None:
             copy_tokenizer(source, directory)
@@ -128,6 +136,7 @@ def write_export(  # noqa: PLR0913 - all named
     selftest: SelfTest | None,
     block_size: int = 256,
     provenance: dict[str, Any],
+    adapter_base: str | None = None,
 ) -> list[str]:
     """Write a model directory; it appears complete or not at all.
 
@@ -144,14 +153,15 @@ def write_export(  # noqa: PLR0913 - all named
         selftest: Reference output; only with a spec.
         block_size: Tokens per page of NVIDIA's paged cache.
         provenance: JSON values that state where the weights come from.
+        adapter_base: See `ExportedModel`.
 
     Returns:
         Advice about the format, and about a missing tokenizer, one line each.
 
     Raises:
-        ExportRefused: If the consumer of the format would misread the weights.
-        ValueError: If weights are missing, unknown, repeated or of the wrong shape.
-        FileExistsError: If `out_dir` exists and is not an export.
+        ExportRefused: The consumer of the format would misread the weights.
+        ValueError: A weight is missing, unknown, repeated or of the wrong shape.
+        FileExistsError: `out_dir` exists and is not an export.
     """
     compressed, advice = None, []
     if spec is not None:
@@ -163,16 +173,13 @@ def write_export(  # noqa: PLR0913 - all named
             block_size=block_size,
             cr_factor=cr_factor,
             provenance=provenance,
+            adapter_base=adapter_base,
         )
-        advice = check_export(export_format, model)
-        compressed = (model, find_format(export_format))
-    elif selftest is not None:
-        raise HFError("a dense export has no decisions to test: pass selftest=None")
+        compressed, advice = (model, find_format(export_format)), check_export(export_format, model)
+    facts = _Described(architecture, dtype, provenance, compressed, selftest)
     with _published(Path(out_dir)) as directory:
         _write_weights(directory, weights, architecture, dtype)
-        if selftest is not None:
-            selftest.save(directory)
-        _Described(architecture, dtype, provenance, compressed).write(directory, source_dir)
+        facts.write(directory, source_dir)
     return advice if has_tokenizer(Path(out_dir)) else [*advice, NO_TOKENIZER]
 
 

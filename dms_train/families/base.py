@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Layout = Literal["plain", "qkv", "gated"]
+# Activation of a gated MLP, with the name that transformers uses in config.json.
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 # A dimension of a tensor: `hidden`, `ffn`, `head` (one head), `query` (all query heads), `key` (all
 # KV heads), `experts` (number of them), `expert_ffn`.
 Dimension = Literal["hidden", "ffn", "head", "query", "key", "experts", "expert_ffn"]
@@ -50,11 +52,14 @@ class LayerKeys(NamedTuple):
             `ModelFamily.refuse` has checked the mapping.
         write: Function of all layers that returns the keys.
         has_windows: Whether layers may have a window.
+        has_local_base: Whether the layers with a window have a RoPE base of their own, which RoPE
+            scaling leaves as it is. `rope_parameters` then states RoPE for each type of layer.
     """
 
     read: Callable[[Mapping[str, Any], float], tuple[LayerAttention, ...]]
     write: Callable[[tuple[LayerAttention, ...]], dict[str, Any]]
     has_windows: bool = False
+    has_local_base: bool = False
 
 
 class Refusal(NamedTuple):
@@ -78,7 +83,12 @@ _LAYER = (
     ParameterMap("input_layernorm.weight", ("input_layernorm.weight",)),
     ParameterMap("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), "qkv"),
     ParameterMap("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
-    ParameterMap("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+)
+_PRE_NORM = (ParameterMap("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),)
+_SANDWICH_NORMS = (
+    ParameterMap("post_attention_layernorm.weight", ("post_attention_layernorm.weight",)),
+    ParameterMap("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight",)),
+    ParameterMap("post_mlp_layernorm.weight", ("post_feedforward_layernorm.weight",)),
 )
 _ROUTER = (ParameterMap("mlp.router.weight", ("mlp.gate.weight",)),)
 _QKV_BIAS = (
@@ -98,6 +108,10 @@ _NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "input_layernorm.weight": ("hidden",),
     "post_attention_layernorm.weight": ("hidden",),
 }
+_SANDWICH_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
+    "pre_feedforward_layernorm.weight": ("hidden",),
+    "post_feedforward_layernorm.weight": ("hidden",),
+}
 _ROUTER_TENSORS: dict[str, tuple[Dimension, ...]] = {"mlp.gate.weight": ("experts", "hidden")}
 _QKV_BIAS_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "self_attn.q_proj.bias": ("query",),
@@ -111,7 +125,7 @@ _QK_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
 
 
 def _mlp(megatron: str, hf: str) -> tuple[ParameterMap, ...]:
-    """Map a SwiGLU MLP whose names have these prefixes."""
+    """Map a gated MLP whose names have these prefixes."""
     gate_and_up = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
     return (
         ParameterMap(f"{megatron}.linear_fc1.weight", gate_and_up, "gated"),
@@ -120,7 +134,7 @@ def _mlp(megatron: str, hf: str) -> tuple[ParameterMap, ...]:
 
 
 def _mlp_tensors(hf: str, width: Dimension) -> dict[str, tuple[Dimension, ...]]:
-    """Return the tensors of a SwiGLU MLP of this width."""
+    """Return the tensors of a gated MLP of this width."""
     return {
         f"{hf}.gate_proj.weight": (width, "hidden"),
         f"{hf}.up_proj.weight": (width, "hidden"),
@@ -130,14 +144,25 @@ def _mlp_tensors(hf: str, width: Dimension) -> dict[str, tuple[Dimension, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFamily:
-    """A decoder of pre-norm blocks with RoPE, grouped-query attention and SwiGLU.
+    """A decoder of pre-norm blocks with RoPE, grouped-query attention and a gated MLP.
 
     Attributes:
         name: `model_type` of Hugging Face, and the name of the module.
-        classes: Prefix of the classes in transformers (`Llama`: LlamaConfig, LlamaForCausalLM).
+        classes: Prefix of the classes in transformers (`Llama`: LlamaAttention, LlamaForCausalLM).
+        package: Package in `transformers.models`; None if it is `name`.
+        config_classes: Prefix of the configuration class; None if it is `classes`.
         qkv_bias: Whether the q, k and v projections have a bias.
         qk_norm: Whether q and k are normalised per head before RoPE.
         has_experts: Whether every layer has a mixture of experts in place of its MLP.
+        activation: Activation of the MLP.
+        activation_key: Key of the activation in config.json.
+        sandwich_norms: Whether attention and MLP normalise their updates of the residual stream
+            too.
+        centered_norms: Whether norms multiply by 1 + weight.
+        scaled_embeddings: Whether embeddings are multiplied by the square root of the hidden size,
+            rounded to their dtype.
+        has_query_scalar: Whether config.json states the softmax scale, as `query_pre_attn_scalar`
+            to the power of -1/2.
         tied_by_default: Value of `tie_word_embeddings` if config.json lacks the key.
         kv_heads_required: Whether config.json must have `num_key_value_heads`. Without it a config
             has as many KV heads as query heads.
@@ -153,9 +178,17 @@ class ModelFamily:
 
     name: str
     classes: str
+    package: str | None = None
+    config_classes: str | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     has_experts: bool = False
+    activation: Activation = "silu"
+    activation_key: str = "hidden_act"
+    sandwich_norms: bool = False
+    centered_norms: bool = False
+    scaled_embeddings: bool = False
+    has_query_scalar: bool = False
     tied_by_default: bool = False
     kv_heads_required: bool = True
     head_size: int | None = None
@@ -172,6 +205,17 @@ class ModelFamily:
         """Name of the model class of transformers."""
         return f"{self.classes}ForCausalLM"
 
+    @property
+    def config_class(self) -> str:
+        """Name of the configuration class of transformers."""
+        return f"{self.config_classes or self.classes}Config"
+
+    @property
+    def modeling(self) -> str:
+        """Name of the module of transformers that defines the classes."""
+        package = self.package or self.name
+        return f"transformers.models.{package}.modeling_{package}"
+
     def layer_parameters(self, experts: int = 0) -> tuple[ParameterMap, ...]:
         """Return the parameters of one decoder layer in Megatron.
 
@@ -182,7 +226,8 @@ class ModelFamily:
         for number in range(experts):
             mlp += _mlp(f"{LOCAL_EXPERTS}.{number}", f"mlp.experts.{number}")
         bias = _QKV_BIAS if self.qkv_bias else ()
-        return _LAYER + mlp + bias + (_QK_NORM if self.qk_norm else ())
+        norms = _SANDWICH_NORMS if self.sandwich_norms else _PRE_NORM
+        return _LAYER + norms + mlp + bias + (_QK_NORM if self.qk_norm else ())
 
     def layer_tensors(self, experts: int = 0) -> dict[str, tuple[Dimension, ...]]:
         """Return the tensors of one decoder layer in Hugging Face, by name, in file order.
@@ -194,11 +239,13 @@ class ModelFamily:
         for number in range(experts):
             mlp |= _mlp_tensors(f"mlp.experts.{number}", "expert_ffn")
         bias = _QKV_BIAS_TENSORS if self.qkv_bias else {}
-        norms = _QK_NORM_TENSORS if self.qk_norm else {}
-        return {**_LAYER_TENSORS, **mlp, **_NORM_TENSORS, **bias, **norms}
+        norms = {**_NORM_TENSORS, **(_SANDWICH_NORM_TENSORS if self.sandwich_norms else {})}
+        head_norms = _QK_NORM_TENSORS if self.qk_norm else {}
+        return {**_LAYER_TENSORS, **mlp, **norms, **bias, **head_norms}
 
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Types of layers in `layer_types` of config.json."""
 _WINDOW, _FULL_LAYERS = 4096, 28  # defaults of transformers in Qwen2 and Qwen3
 
 
@@ -209,13 +256,27 @@ def _layer_kinds(config: Mapping[str, Any]) -> Any:
         return stated
     slides, full = config.get("use_sliding_window"), config.get("max_window_layers", _FULL_LAYERS)
     layers = range(config["num_hidden_layers"])
-    return [_SLIDING if slides and layer >= full else _FULL for layer in layers]
+    return [SLIDING if slides and layer >= full else FULL for layer in layers]
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
     """Return the window of `sliding_attention`; None if it holds the longest sequence."""
     window: int = config.get("sliding_window", _WINDOW)
     return window if window < config["max_position_embeddings"] else None
+
+
+def refuse_kinds(kinds: Any, known: tuple[str, ...], layers: int) -> Refusal | None:
+    """Refuse `layer_types` that are not one of the known types for each of `layers` layers."""
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        return Refusal("layer_types", kinds, f"state {' or '.join(known)} for every layer")
+    if len(kinds) != layers:
+        return Refusal("layer_types", kinds, f"state one type for each of {layers} layers")
+    return None
+
+
+def local_only(kinds: list[str]) -> Refusal:
+    """Refuse a model in which every layer has a window."""
+    return Refusal("layer_types", kinds, "use a model with layers that read all tokens")
 
 
 def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:
@@ -231,19 +292,16 @@ def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:
         if slides and (type(value) is not int or value < 1):
             return Refusal(key, value, "state a whole number above 0")
     kinds = _layer_kinds(config)
-    known = (_SLIDING, _FULL) if slides else (_FULL,)
-    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        return Refusal("layer_types", kinds, f"state {' or '.join(known)} for every layer")
-    if len(kinds) != layers:
-        return Refusal("layer_types", kinds, f"state one type for each of {layers} layers")
-    if _FULL not in kinds and _window(config) is not None:
-        return Refusal("layer_types", kinds, "use a model with layers that read all tokens")
-    return None
+    known = (SLIDING, FULL) if slides else (FULL,)
+    refusal = refuse_kinds(kinds, known, layers)
+    if refusal is None and FULL not in kinds and _window(config) is not None:
+        return local_only(kinds)
+    return refusal
 
 
 def _read_windows(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
     return tuple(
-        LayerAttention(rotary_base=base, window=_window(config) if kind == _SLIDING else None)
+        LayerAttention(rotary_base=base, window=_window(config) if kind == SLIDING else None)
         for kind in _layer_kinds(config)
     )
 
@@ -255,7 +313,7 @@ def _write_windows(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": max(filter(None, windows)),
-        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
     }
 
 

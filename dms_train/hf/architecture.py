@@ -5,23 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from dms_train.families import FAMILIES, LayerAttention, ModelFamily
+from dms_train.families.base import FULL, SLIDING
 from dms_train.hf.errors import HFError
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
+from dms_train.limits import OneOf
 from dms_train.method.spec import OPTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's frequency scaling rule (`rope_type: llama3`)."""
+    """Rule that scales the frequencies of RoPE.
+
+    Attributes:
+        factor: Divisor of the frequencies: of all with `linear`, of the low ones with `llama3`.
+        low_freq_factor: Of `llama3`.
+        high_freq_factor: Of `llama3`.
+        original_max_position_embeddings: Of `llama3`.
+        rope_type: Name of the rule in transformers, `llama3` or `linear`.
+    """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    rope_type: Annotated[str, OneOf("llama3", "linear")] = "llama3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +63,7 @@ class Architecture:
         experts: Mixture of experts; None if every layer has one MLP of `ffn_hidden_size`.
         rope_scaling: Rule for the layers whose base is `rotary_base`.
         layers: Attention of every layer; empty if all have RoPE with `rotary_base`.
+        query_scalar: The softmax scale is its power of -1/2; None for the head size.
     """
 
     family: str
@@ -69,6 +81,7 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
     layers: tuple[LayerAttention, ...] = ()
+    query_scalar: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -87,14 +100,24 @@ class Architecture:
         return [number for number, layer in layers if layer.window is None]
 
     @property
+    def described(self) -> ModelFamily:
+        """Description of the family."""
+        return FAMILIES[self.family]
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        return float((self.query_scalar or self.kv_channels) ** -0.5)
+
+    @property
     def add_qkv_bias(self) -> bool:
         """True if the q, k and v projections have a bias."""
-        return FAMILIES[self.family].qkv_bias
+        return self.described.qkv_bias
 
     @property
     def qk_layernorm(self) -> bool:
         """True if q and k are normalised per head before RoPE."""
-        return FAMILIES[self.family].qk_norm
+        return self.described.qk_norm
 
     def check(self, path: str) -> Iterator[str]:
         """Yield one line for every size that no model can have."""
@@ -117,6 +140,21 @@ class Architecture:
             yield f"{path}.family={self.family}: {str(error).rpartition('; ')[2]}"
         else:
             yield from self._check_experts(path)
+            yield from self._check_family(path)
+
+    def _check_family(self, path: str) -> Iterator[str]:
+        family, rule = FAMILIES[self.family], self.rope_scaling
+        if rule is not None and rule.rope_type not in family.rope_types:
+            known = ", ".join(family.rope_types) or "none"
+            yield (
+                f"{path}.rope_scaling.rope_type={rule.rope_type}: RoPE scaling of "
+                f"{self.family} models is {known}; change it or set rope_scaling to null"
+            )
+        if self.query_scalar is not None and not family.has_query_scalar:
+            yield (
+                f"{path}.query_scalar={self.query_scalar}: {self.family} models scale by the head "
+                "size; set it to null"
+            )
 
     def _check_experts(self, path: str) -> Iterator[str]:
         experts = self.experts
@@ -151,12 +189,29 @@ class Architecture:
             yield f"{path}.layers: windows {sorted(windows)}; use one window, of at least 1 token"
         elif not self.method_layers:
             yield f"{path}.layers: every layer has a window; leave one layer without"
+        if keys is not None and keys.has_local_base:
+            yield from self._check_local_base(path)
+            return
         for index, layer in enumerate(self.layers):
             if layer.rotary_base not in (None, self.rotary_base):
                 yield (
                     f"{path}.layers[{index}].rotary_base={layer.rotary_base}: use null or "
                     f"rotary_base={self.rotary_base}"
                 )
+
+    def _check_local_base(self, path: str) -> Iterator[str]:
+        """Check a model whose layers with a window have a RoPE base of their own."""
+        full = {layer.rotary_base for layer in self.layers if layer.window is None}
+        if full - {self.rotary_base}:
+            yield f"{path}.layers: use rotary_base={self.rotary_base} in layers without a window"
+        local = {layer.rotary_base for layer in self.layers if layer.window is not None}
+        if len(local) > 1 or None in local:
+            yield f"{path}.layers: use one rotary_base in the layers with a window"
+        elif self.rope_scaling is not None and self.rotary_base in local:
+            yield (
+                f"{path}.layers: rope_scaling would also scale layers with a window of "
+                f"rotary_base={self.rotary_base}; use another base in them"
+            )
 
 
 _REQUIRED = (
@@ -170,7 +225,6 @@ _REQUIRED = (
 # Options that change the results of a model, with the implemented value of each. Quantisation tools
 # use one of three keys (`quantization`: MLX).
 _FIXED_EVERYWHERE = {
-    "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
     "compression_config": None,
@@ -205,7 +259,8 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 
 def _check_fixed(config: Values, family: ModelFamily) -> None:
-    for key, only in {**_FIXED_EVERYWHERE, **family.fixed}.items():
+    activation = {family.activation_key: family.activation}
+    for key, only in {**_FIXED_EVERYWHERE, **activation, **family.fixed}.items():
         value = config.values.get(key, only)
         if value != only and not (value is None and not only):
             raise config.refusal(key, value, f"use a {family.name} model with {key}={only!r}")
@@ -254,6 +309,33 @@ def _rope_rule(config: Values) -> dict[str, Any]:
     return rules[0] if rules else {}
 
 
+def _global_rope(config: Mapping[str, Any], family: ModelFamily) -> Mapping[str, Any]:
+    """Return config.json with the RoPE of the layers without a window alone."""
+    if family.layers is None or not family.layers.has_local_base:
+        return config
+    stated = _config(config).block("rope_parameters").block(FULL)
+    return {**config, "rope_parameters": stated.values}
+
+
+def _check_local_rope(architecture: Architecture) -> None:
+    """Refuse a rule that would also scale layers with a window."""
+    a = architecture
+    local = {layer.rotary_base for layer in a.layers if layer.window is not None}
+    if a.rope_scaling is not None and a.rotary_base in local:
+        raise HFError(
+            f"config.json: rope_theta={a.rotary_base} is also the base of layers with a window, "
+            "which RoPE scaling must leave; use a model with two bases"
+        )
+
+
+def _query_scalar(config: Values, family: ModelFamily, head_size: int) -> int | None:
+    """Read the number whose root divides scores; None if it is the head size."""
+    if not family.has_query_scalar:
+        return None
+    scalar = config.whole("query_pre_attn_scalar", 256)
+    return None if scalar == head_size else scalar
+
+
 def _rope_scaling(config: Values, family: ModelFamily) -> RopeScaling | None:
     rule = _rope_rule(config)
     if not rule:
@@ -262,6 +344,9 @@ def _rope_scaling(config: Values, family: ModelFamily) -> RopeScaling | None:
     if kind not in family.rope_types:
         known = " or ".join(("default", *family.rope_types))
         raise config.refusal("rope_type", kind, f"use a {family.name} model with {known} RoPE")
+    if kind == "linear":
+        values = Values("config.json: linear RoPE scaling", rule)
+        return RopeScaling(factor=values.positive("factor"), rope_type=kind)
     missing = [key for key in _LLAMA3_KEYS if key not in rule]
     if missing:
         fix = f"llama3 scaling also needs {', '.join(missing)}"
@@ -360,10 +445,10 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise HFError(f"config.json: missing keys {', '.join(missing)}; state them")
-    values = _config(config)
+    values = _config(_global_rope(config, family))
     sizes = {key: values.whole(key) for key in _REQUIRED}
-    _check_fixed(values, family)
-    base = _rope_base(values, family.rotary_base)
+    _check_fixed(_config(config), family)
+    base, head_size = _rope_base(values, family.rotary_base), _head_size(values, family)
     architecture = Architecture(
         family=family.name,
         num_layers=sizes["num_hidden_layers"],
@@ -371,7 +456,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         ffn_hidden_size=sizes["intermediate_size"],
         num_attention_heads=sizes["num_attention_heads"],
         num_query_groups=_kv_heads(values, family),
-        kv_channels=_head_size(values, family),
+        kv_channels=head_size,
         vocab_size=sizes["vocab_size"],
         max_position_embeddings=sizes["max_position_embeddings"],
         rotary_base=base,
@@ -380,8 +465,10 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         rope_scaling=_rope_scaling(values, family),
         experts=_experts(values, family),
         layers=() if family.layers is None else _distinct(family.layers.read(config, base), base),
+        query_scalar=_query_scalar(values, family, head_size),
     )
     _check_heads(architecture)
+    _check_local_rope(architecture)
     return architecture
 
 
@@ -390,9 +477,18 @@ def _rope_keys(architecture: Architecture) -> dict[str, Any]:
     scaling: dict[str, Any] | None = None
     if architecture.rope_scaling is not None:
         values = asdict(architecture.rope_scaling)
-        scaling = {"rope_type": "llama3", **{key: values[key] for key in _LLAMA3_KEYS}}
+        kind = values["rope_type"]
+        keys = _LLAMA3_KEYS if kind == "llama3" else ("factor",)
+        scaling = {"rope_type": kind, **{key: values[key] for key in keys}}
     base = architecture.rotary_base
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
+    layers = FAMILIES[architecture.family].layers
+    if layers is not None and layers.has_local_base:
+        parameters = {FULL: parameters}
+        for layer in architecture.layers:
+            if layer.window is not None:
+                local = {"rope_theta": layer.rotary_base, "rope_type": "default"}
+                parameters[SLIDING] = local
     return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
@@ -415,7 +511,7 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
         "max_position_embeddings": a.max_position_embeddings,
         "rms_norm_eps": a.layernorm_epsilon,
         "tie_word_embeddings": a.tie_word_embeddings,
-        "hidden_act": "silu",
+        family.activation_key: family.activation,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -428,4 +524,6 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
         config["head_dim"] = a.kv_channels
     if a.experts is not None:
         config |= _expert_keys(a.experts)
+    if family.has_query_scalar:
+        config["query_pre_attn_scalar"] = a.query_scalar or a.kv_channels
     return config

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from dms_train.hf import durable
+from dms_train.hf.adapter import ADAPTER_WEIGHTS, Adapter, replaced_rows
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
-from dms_train.hf.formats.registry import require_known_format
+from dms_train.hf.formats.registry import read_spec, require_known_format
 from dms_train.hf.gguf_directory import cached_gguf, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
-from dms_train.hf.side_files import refuse_side_files
+from dms_train.hf.side_files import ADAPTER_CONFIG, is_adapter, refuse_side_files
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
 
@@ -171,20 +172,35 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     )
 
 
+def _base(adapter: Adapter) -> Path:
+    """Find the base model of an adapter; FileNotFoundError or HFError naming both."""
+    try:
+        return resolve(adapter.base)
+    except (FileNotFoundError, HFError) as error:
+        raise type(error)(
+            f"{adapter.directory / ADAPTER_CONFIG}: base_model_name_or_path: {error}"
+        ) from None
+
+
 class WeightReader:
     """Tensors of a directory by name, read from safetensors on access.
 
-    Construction reads every header. It refuses incomplete files and quantised weights.
+    Construction reads every header. It refuses incomplete files and quantised weights. For an
+    export in format `peft` the tensors are those of its base model with the adapter merged.
+
+    Attributes:
+        directory: Directory of the weights, for an adapter that of its base model.
 
     Raises:
-        FileNotFoundError: If weights or a shard are absent.
+        FileNotFoundError: If weights, a shard or the base model of an adapter are absent.
         ValueError: If a file is truncated, the index and the shards disagree, or the weights are
             stored in another type than F64, F32, F16 and BF16.
     """
 
     @typed
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+        self._adapter = Adapter(Path(directory)) if is_adapter(Path(directory)) else None
+        self.directory = Path(directory) if self._adapter is None else _base(self._adapter)
         files, mapping = _weight_files(self.directory)
         self._entries: dict[str, tuple[str, dict[str, Any]]] = {}
         for file in files:
@@ -199,6 +215,18 @@ class WeightReader:
         self._open: tuple[str, Any] | None = None
         refuse_side_files(self.directory)
         self._refuse_dtypes()
+        if self._adapter is not None:
+            self._adapter.require_base(self._replaced_rows(self._adapter))
+
+    def _replaced_rows(self, adapter: Adapter) -> Iterator[Tensor]:
+        """Yield the rows of every layer's q projection that an adapter replaces."""
+        a, spec = read_architecture(adapter.directory), read_spec(adapter.directory)
+        if spec is None:
+            raise HFError(f"{adapter.directory}: config.json has no specification; export it again")
+        for layer in a.method_layers:
+            name = f"model.layers.{layer}.self_attn.q_proj.weight"
+            rows = replaced_rows(a, spec.channel)
+            yield torch.cat([self._stored(name, 0, row, row + 1) for row in rows])
 
     def _refuse_dtypes(self) -> None:
         """Refuse quantised weights, which need scales or codebooks."""
@@ -277,8 +305,10 @@ class WeightReader:
 
     @property
     def files(self) -> list[Path]:
-        """List the files that hold the tensors, sorted."""
-        return [self.directory / name for name in sorted({f for f, _ in self._entries.values()})]
+        """List the files that hold the tensors, sorted; the last one is that of an adapter."""
+        files = [self.directory / name for name in sorted({f for f, _ in self._entries.values()})]
+        adapter = [] if self._adapter is None else [self._adapter.directory / ADAPTER_WEIGHTS]
+        return [*files, *adapter]
 
     def names(self) -> list[str]:
         """List all tensor names, sorted."""
@@ -297,7 +327,10 @@ class WeightReader:
     @typed
     def dtype(self, name: str) -> str:
         """Return the dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
-        return str(self._entry(name)[1]["dtype"])
+        stored = str(self._entry(name)[1]["dtype"])
+        if self._adapter is None or not self._adapter.changes(name):
+            return stored
+        return "BF16" if self._adapter.dtype == torch.bfloat16 else "F32"
 
     def training_dtype(self) -> str:
         """Return `bf16` if every matrix is stored in 16 bits, else `fp32`."""
@@ -310,17 +343,25 @@ class WeightReader:
 
     @typed
     def get(self, name: str) -> Tensor:
-        """Read the tensor to the CPU in its stored dtype.
+        """Read the tensor to the CPU in the dtype that `dtype` returns.
 
         Raises:
             KeyError: The tensor is absent.
             HFError: The tensor holds NaN or infinite numbers, or cannot be read.
         """
-        return self._read(name, lambda file: file.get_tensor(name))
+        tensor = self._read(name, lambda file: file.get_tensor(name))
+        if self._adapter is None or not self._adapter.changes(name):
+            return tensor
+        return self._adapter.merge(name, tensor)
 
     @typed
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Read the indices from `start` to `stop` of dimension 0 or 1 only; errors as `get`."""
+        if self._adapter is not None and self._adapter.changes(name):
+            return self.get(name).narrow(dim, start, stop - start)
+        return self._stored(name, dim, start, stop)
+
+    def _stored(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         cut = (slice(None),) * dim + (slice(start, stop),)
         return self._read(name, lambda file: file.get_slice(name)[cut])
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dms_train.families import FAMILIES
+from dms_train.families import FAMILIES, LayerAttention, ModelFamily
 from dms_train.hf.architecture import Architecture, RopeScaling, to_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.gguf_tokenizer import GgufTokenizer
@@ -26,9 +26,11 @@ from dms_train.hf.values import Values
 if TYPE_CHECKING:
     from torch import Tensor
 
-# llama.cpp rotates neighbouring channels in files of this architecture and stores the rows of the
+# Family of an architecture of llama.cpp.
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "gemma3": "gemma3_text"}
+# llama.cpp rotates neighbouring channels in files of these architectures and stores the rows of the
 # query and key projections in that order. Transformers rotates the two halves of a head.
-_PERMUTED = {"llama": True, "qwen2": False}
+_PERMUTED = ("llama",)
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -39,6 +41,14 @@ _LAYER_TENSORS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_SANDWICH_TENSORS = {
+    **_LAYER_TENSORS,
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -63,6 +73,9 @@ _KNOWN_KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
+_WINDOW_KEYS = {"attention.sliding_window", "rope.freq_base_swa"}
+_SCALING_KEYS = {"rope.scaling.type", "rope.scaling.factor"}
+_GEMMA3_27B = 62  # layers; llama.cpp scales queries of this model by hidden size / heads
 
 
 class GgufModel:
@@ -95,16 +108,17 @@ class GgufModel:
 
     def _check_kind(self) -> None:
         name = self.metadata.get("general.architecture")
-        if name not in _PERMUTED:
-            fix = f"use a file of one of {', '.join(_PERMUTED)}"
+        if name not in _FAMILIES:
+            fix = f"use a file of one of {', '.join(_FAMILIES)}"
             raise self._values.refusal("general.architecture", name, fix)
         if self.metadata.get("split.count", 1) > 1:
             fix = "join the parts with llama-gguf-split --merge"
             raise self._values.refusal("split.count", self.metadata["split.count"], fix)
+        known = _KNOWN_KEYS if name != "gemma3" else _KNOWN_KEYS | _WINDOW_KEYS | _SCALING_KEYS
         for key, value in self.metadata.items():
             own = key.removeprefix(f"{name}.")
             plain = own == "rope.scaling.type" and value == "none"
-            if own != key and own not in _KNOWN_KEYS and not plain and value not in (0, None):
+            if own != key and own not in known and not plain and value not in (0, None):
                 fix = "use a model without this option"
                 raise self._values.refusal(key, value, fix)
 
@@ -127,8 +141,9 @@ class GgufModel:
             if self._whole(key, head_size) != head_size:
                 fix = f"use a model with {head_size} for it, the size of a head"
                 raise self._values.refusal(self._key(key), self._whole(key), fix)
+        base = self._number("rope.freq_base", 10000.0)
         return Architecture(
-            family=FAMILIES[self.metadata["general.architecture"]].name,
+            family=self._family.name,
             num_layers=self._whole("block_count"),
             hidden_size=hidden,
             ffn_hidden_size=self._whole("feed_forward_length"),
@@ -137,11 +152,34 @@ class GgufModel:
             kv_channels=head_size,
             vocab_size=self._shape(self._tensor("token_embd.weight"))[0],
             max_position_embeddings=self._whole("context_length"),
-            rotary_base=self._number("rope.freq_base", 10000.0),
+            rotary_base=base,
             layernorm_epsilon=self._number("attention.layer_norm_rms_epsilon"),
             tie_word_embeddings=self._is_tied(),
             rope_scaling=self._rope_scaling(head_size),
+            layers=self._layers(base),
+            query_scalar=self._query_scalar(hidden // heads),
         )
+
+    @property
+    def _family(self) -> ModelFamily:
+        return FAMILIES[_FAMILIES[self.metadata["general.architecture"]]]
+
+    def _query_scalar(self, share: int) -> int | None:
+        """Return the share of a head in the hidden size for the model that scales queries by it."""
+        is_27b = self._family.has_query_scalar and self._whole("block_count") == _GEMMA3_27B
+        return share if is_27b else None
+
+    def _layers(self, base: float) -> tuple[LayerAttention, ...]:
+        """Return the layers of an architecture with windows, which llama.cpp knows by its name."""
+        keys = self._family.layers
+        if keys is None or not keys.has_local_base:
+            return ()
+        stated = {
+            "num_hidden_layers": self._whole("block_count"),
+            "sliding_window": self._whole("attention.sliding_window"),
+            "rope_local_base_freq": self._number("rope.freq_base_swa", 10000.0),
+        }
+        return keys.read(stated, base)
 
     def _tensor(self, name: str) -> Any:
         if name not in self._tensors:
@@ -161,7 +199,12 @@ class GgufModel:
         return same_type and np.array_equal(head.data, embedding.data)
 
     def _rope_scaling(self, head_size: int) -> RopeScaling | None:
-        """Find the rule of Llama 3 whose factors the file stores, one for each frequency."""
+        """Read linear scaling, or find the rule of Llama 3 whose factors the file stores."""
+        kind = self.metadata.get(self._key("rope.scaling.type"), "none")
+        if kind == "linear":
+            return RopeScaling(factor=self._number("rope.scaling.factor"), rope_type=kind)
+        if kind != "none":
+            raise self._values.refusal(self._key("rope.scaling.type"), kind, "use another model")
         if _ROPE_FACTORS not in self._tensors:
             return None
         stored = self._dequantised(_ROPE_FACTORS)
@@ -233,6 +276,8 @@ class GgufModel:
             if stored is None:
                 raise HFError(f"{self.path}: no tensor for {name}; copy the file again")
             values = self._dequantised(stored)
+            if self._family.centered_norms and name.endswith("norm.weight"):
+                values = values - 1  # llama.cpp stores the factors
             if values.shape != shape:
                 raise HFError(
                     f"{self.path}: {stored} has shape {values.shape}, its metadata states {shape}; "
@@ -247,7 +292,9 @@ class GgufModel:
 
     def _sources(self) -> dict[str, str]:
         """Map names of Hugging Face to the names in the file."""
-        sources = {_hf_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
+        modules = _SANDWICH_TENSORS if self._family.sandwich_norms else _LAYER_TENSORS
+        names = (name for name in self._tensors if name != _ROPE_FACTORS)
+        sources = {_hf_name(name, modules): name for name in names}
         if self.architecture.tie_word_embeddings:
             sources.pop("lm_head.weight", None)
         known = expected_shapes(self.architecture)
@@ -264,18 +311,23 @@ class GgufModel:
             "q_proj": self.architecture.num_attention_heads,
             "k_proj": self.architecture.num_query_groups,
         }.get(name.split(".")[-2])
-        if heads is None or not _PERMUTED[self.metadata["general.architecture"]]:
+        if heads is None or self.metadata["general.architecture"] not in _PERMUTED:
             return np.array(values)  # a copy: the file is mapped read-only
         pairs = values.reshape(heads, -1, 2, *values.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _hf_name(name: str) -> str:
-    """Return the name in Hugging Face, or `name` itself if there is none."""
+def _hf_name(name: str, modules: Mapping[str, str]) -> str:
+    """Return the name in Hugging Face, or `name` itself if there is none.
+
+    Args:
+        name: Name in the file.
+        modules: Module of a layer by its name in the file.
+    """
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
         return _MODEL_TENSORS.get(name, name)
-    module = _LAYER_TENSORS.get(match[2])
+    module = modules.get(match[2])
     return name if module is None else f"model.layers.{match[1]}.{module}.{match[3]}"
 
 

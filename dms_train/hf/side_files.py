@@ -1,4 +1,4 @@
-"""Refusal of files beside config.json that change the meaning of the weights.
+"""Files beside config.json that change the meaning of the weights; most are refused.
 
 Nothing here needs torch.
 """
@@ -13,8 +13,15 @@ from dms_train.hf.errors import HFError
 # and ExLlamaV3 quantization_config.json, Quanto quanto_qmap.json and quantization_map.json,
 # msModelSlim quant_model_description.json, Neural Compressor qconfig.json.
 _QUANTIZED = ("*quant*.json", "qconfig.json", "compression_config.json")
-# transformers applies an adapter that it finds beside the weights.
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory is an export in format `peft`, which has no weights of its own."""
+    has_weights = any((directory / name).is_file() for name in _WEIGHTS)
+    parts = (ADAPTER_CONFIG, "config.json")
+    return not has_weights and all((directory / name).is_file() for name in parts)
 
 
 def refuse_side_files(directory: Path) -> None:
@@ -29,7 +36,9 @@ def refuse_side_files(directory: Path) -> None:
                 f"{file}: the weights are quantised, which is not supported; use the original "
                 "model, or delete this file if the weights were converted back"
             )
-    if (directory / _ADAPTER).is_file():
+    # transformers applies an adapter that it finds beside the weights
+    if (directory / ADAPTER_CONFIG).is_file():
         raise HFError(
-            f"{directory / _ADAPTER}: adapters are not applied; merge the adapter into the weights"
+            f"{directory / ADAPTER_CONFIG}: adapters are not applied to weights beside them; merge "
+            "the adapter into the weights"
         )

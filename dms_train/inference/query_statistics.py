@@ -13,7 +13,7 @@ from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
-from dms_train.inference.models.blocks import rotary_frequencies
+from dms_train.inference.models.blocks import layer_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.triattention import QueryStatistics, pair_norms
@@ -79,5 +79,5 @@ def measure_queries(model: LoadedModel, samples: Iterable[Tensor]) -> QueryStati
     return QueryStatistics(
         mean=(recorder.mean / tokens).float().cpu(),
         norm=(recorder.norm / tokens).float().cpu(),
-        frequency=rotary_frequencies(model.architecture, torch.device("cpu")),
+        frequency=layer_frequencies(model.architecture, torch.device("cpu"))[0],
     )

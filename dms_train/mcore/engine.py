@@ -26,7 +26,8 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters, fusions, retention
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.model import gathering, mapping, sharing, weights
+from dms_train.mcore.model import gathering, low_rank, mapping, sharing, weights
+from dms_train.mcore.model.low_rank import AdapterTensors
 from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
@@ -37,7 +38,7 @@ from dms_train.mcore.schedule.step_statistics import DeviceTotals, PassTotals, S
 from dms_train.method.base import MethodOptions
 from dms_train.method.layer import method_layer
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
-from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
+from dms_train.method.token_losses import PLAIN_LOSS, TEACHER_LM, LossOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ class McoreEngine:
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> DeviceTotals:
         needs_teacher = plan.token_loss.needs_teacher
-        if needs_teacher and not self._models[0].has_teacher:
+        if needs_teacher and not self.has_teacher:
             raise ModelError(
                 f"loss={plan.loss}: needs a teacher and none is attached; name it in model.path"
             )
@@ -277,6 +278,19 @@ class McoreEngine:
             **extra,
         )
 
+    @property
+    def has_teacher(self) -> bool:
+        """True if a teacher is attached."""
+        return self._models[0].has_teacher
+
+    def teacher_loss(self, batches: list[Batch]) -> float:
+        """Return the teacher's cross-entropy of batches in nats per token, the same on all ranks.
+
+        Raises:
+            ModelError: No teacher is attached.
+        """
+        return self.evaluate(StepPlan(loss=TEACHER_LM), batches).token_loss
+
     def reset_eviction_channel(self) -> None:
         """Zero the projection rows, bias and optimizer state of the eviction channels.
 
@@ -313,7 +327,7 @@ class McoreEngine:
         Returns:
             KL divergence from the teacher, or cross-entropy where there is none, in nats per token.
         """
-        plan = StepPlan(loss="distill" if self._models[0].has_teacher else "lm")
+        plan = StepPlan(loss="distill" if self.has_teacher else "lm")
         losses = []
         for channel in channels:
             with self._zeroed(channel):
@@ -398,12 +412,18 @@ class McoreEngine:
         for _, tensors in self.hf_shards():
             yield from tensors.items()
 
+    def adapter_tensors(self) -> AdapterTensors | None:
+        """Return the adapters in PEFT's format on rank 0, None elsewhere; every rank calls it."""
+        optim.wait_for_param_gather(self._chunks)
+        scale = self._options.trainable.lora.scale
+        return low_rank.collect(self._models, self.view, self.architecture.num_layers, scale)
+
     def hf_gradients(self) -> dict[str, Tensor]:
         """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
         view = self.view
 
         def whole(parameter: Any) -> Tensor:
-            group = view.expert_dp_group if weights.is_expert(parameter) else view.dp_group
+            group = view.expert_dp_group if weights.is_expert(parameter) else view.dp_cp_group
             return compat.reduced_gradient(self._optimizer, parameter, group)
 
         gradients = {
@@ -450,7 +470,8 @@ class McoreEngine:
             self._saver.finish(wait=True)
 
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
-        layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
+        names = ("tp", "pp", "cp", "dp")
+        layout = {name: getattr(self.view, f"{name}_size") for name in names}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
         optim.wait_for_param_gather(self._chunks)
         self._saver.begin(path, self._models, optimizer, described)

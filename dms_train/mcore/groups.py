@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
 
 from dms_train.mcore import compat, runtime
 from dms_train.mcore.options import ParallelOptions
@@ -22,7 +23,11 @@ _PATIENCE_DAYS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelView:
-    """Sizes, ranks and groups as this process sees them."""
+    """Sizes, ranks and groups as this process sees them.
+
+    Data-parallel ranks read different samples. The ranks of `dp_cp_group` hold the same weights,
+    except experts.
+    """
 
     device: torch.device
     rank: int
@@ -32,12 +37,15 @@ class ParallelView:
     pp_rank: int
     pp_size: int
     vp_size: int | None
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
     ep_rank: int
     ep_size: int
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
     expert_dp_group: dist.ProcessGroup
 
     @property
@@ -47,8 +55,12 @@ class ParallelView:
 
     @property
     def reports(self) -> bool:
-        """True if this process contributes loss statistics: one per data-parallel rank."""
+        """True if this process contributes loss statistics: one of each tensor-parallel group."""
         return self.is_last_stage and self.tp_rank == 0
+
+    def own_positions(self, x: Tensor) -> Tensor:
+        """Return this rank's positions of x [b, s], whose length `cp_size` divides."""
+        return x.chunk(self.cp_size, 1)[self.cp_rank]
 
 
 def _local_device() -> torch.device:
@@ -78,6 +90,7 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
         distributed_timeout_minutes=max(1, round(options.distributed_timeout_minutes)),
     )
@@ -92,12 +105,15 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         vp_size=options.virtual_pipeline_model_parallel_size,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         expert_dp_group=parallel_state.get_expert_data_parallel_group(),
     )
 
@@ -108,6 +124,8 @@ def names() -> dict[str, str]:
         parallel_state.get_pipeline_model_parallel_group(): "pipeline",
         parallel_state.get_data_parallel_group(): "data",
         parallel_state.get_data_parallel_group(with_context_parallel=True): "data",
+        parallel_state.get_context_parallel_group(): "context",
+        parallel_state.get_tensor_and_context_parallel_group(): "tensor",
         parallel_state.get_tensor_model_parallel_group(): "tensor",
         parallel_state.get_model_parallel_group(): "model",
     }

@@ -28,6 +28,8 @@ class ParallelOptions:
     """Distribution of one model over processes.
 
     Attributes:
+        context_parallel_size: Ranks that share the positions of a sample, and in attention the KV
+            heads of a tensor-parallel rank.
         virtual_pipeline_model_parallel_size: Model chunks per pipeline stage (interleaved
             schedule); None for one.
         num_layers_in_first_pipeline_stage: Layers of the first stage; the stages without a number
@@ -54,6 +56,7 @@ class ParallelOptions:
 
     tensor_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     pipeline_model_parallel_size: Annotated[int, AtLeast(1)] = 1
+    context_parallel_size: Annotated[int, AtLeast(1)] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(2)] = None
     num_layers_in_first_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
     num_layers_in_last_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
@@ -75,6 +78,12 @@ class ParallelOptions:
             yield f"{modules}: name one or both of {', '.join(RECOMPUTE_MODULES)}"
         elif self.recompute_granularity != "selective" and self.recompute_modules != ("core_attn",):
             yield f"{modules}: needs {path}.recompute_granularity=selective; set that too"
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Number of ranks of one data-parallel copy."""
+        pp, cp = self.pipeline_model_parallel_size, self.context_parallel_size
+        return self.tensor_model_parallel_size * pp * cp
 
     def recomputes(self, module: str) -> bool:
         """Return whether the backward pass recomputes this module of every layer alone."""

@@ -1,7 +1,7 @@
 """The interface between a method and the attention of a layer.
 
 Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size; numbers
-of heads are per tensor-parallel rank.
+of heads are per tensor-parallel and context-parallel rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerPass(NamedTuple):
         documents: Packed documents; None where a sample is one document.
         noise: Key of the relaxation's noise; None for no noise.
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
-        sum_ranks: Sum over the tensor-parallel ranks; its gradient is summed too.
+        sum_ranks: Sum over the ranks that share the heads; its gradient is summed too.
         first_rank: Whether the rank holds the model's first heads.
         heads: Number of KV heads of all ranks.
         recorded: Whether to return logits and slots of every KV head.

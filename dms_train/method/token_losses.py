@@ -56,6 +56,10 @@ class VocabularyLosses(Protocol):
         """Compute the cross-entropy of the student and the next token."""
         ...
 
+    def teacher_cross_entropy(self) -> Any:
+        """Compute the cross-entropy of the teacher and the next token."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
@@ -97,6 +101,14 @@ TOKEN_LOSSES = {
     ),
 }
 
+TEACHER_LM = "teacher_lm"
+"""Name of the teacher's own loss. It measures the teacher, and no stage trains with it."""
+_TEACHER_LOSS = TokenLoss(
+    needs_teacher=True,
+    terms=(TEACHER_LM,),
+    per_token=lambda losses, o: (losses.teacher_cross_entropy(),),
+)
+
 
 def token_loss(name: str) -> TokenLoss:
     """Return the loss of that name.
@@ -104,6 +116,8 @@ def token_loss(name: str) -> TokenLoss:
     Raises:
         ValueError: No loss has that name; the message lists the known ones.
     """
+    if name == TEACHER_LM:
+        return _TEACHER_LOSS
     if not isinstance(name, str) or name not in TOKEN_LOSSES:
         raise ValueError(f"loss={name}: choose one of {', '.join(TOKEN_LOSSES)}")
     return TOKEN_LOSSES[name]

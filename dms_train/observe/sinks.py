@@ -33,7 +33,7 @@ RUN_ID_FILE = "wandb_id"
 STEP, TOKENS = "step", "tokens"
 VALIDATION = "validate_export/"
 # Curves over steps, and over the number of training tokens.
-_BY_STEP = ("train/*", "branch/*", f"{VALIDATION}*", "run_tasks/*")
+_BY_STEP = ("train/*", "branch/*", "early_stop/*", f"{VALIDATION}*", "run_tasks/*")
 _AXES = {**dict.fromkeys(_BY_STEP, STEP), "eval/*": TOKENS}
 _PROBE_SECONDS = 3.0
 _FINISH_SECONDS = 60.0

@@ -72,8 +72,18 @@ class Microbatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens, all of them on every tensor-parallel rank."""
+        """Tokens of a context-parallel rank, all of them on every tensor-parallel rank."""
+        return self.samples * self.length // self.cp
+
+    @property
+    def attended_tokens(self) -> int:
+        """Tokens in attention, all of them on every rank."""
         return self.samples * self.length
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel size."""
+        return self.parallel.context_parallel_size
 
     @property
     def tp(self) -> int:
@@ -82,7 +92,7 @@ class Microbatch:
 
     @property
     def ep(self) -> int:
-        """Number of data-parallel ranks that share experts."""
+        """Number of ranks with the same weights that share experts."""
         return self.parallel.expert_model_parallel_size
 
     @property
@@ -144,9 +154,9 @@ def norm_statistics(m: Microbatch) -> int:
 
 
 def _heads(m: Microbatch) -> tuple[int, int]:
-    """Return the numbers of query and KV heads on a rank."""
-    a = m.architecture
-    return a.num_attention_heads // m.tp, a.num_query_groups // m.tp
+    """Return the numbers of query and KV heads on a rank, in attention."""
+    a, ranks = m.architecture, m.tp * m.cp
+    return a.num_attention_heads // ranks, a.num_query_groups // ranks
 
 
 def attention_kernel(m: Microbatch) -> int:
@@ -154,9 +164,9 @@ def attention_kernel(m: Microbatch) -> int:
     heads, groups = _heads(m)
     if m.kernels in _WIDE_KERNELS:
         wide = (m.query + 2 * m.key) // m.width * _FP32
-        return m.query + wide + m.tokens * groups * _FP32
+        return m.query + wide + m.attended_tokens * groups * _FP32
     padded = m.samples * -(-m.length // ROW_TILE) * ROW_TILE
-    return m.query + (padded * heads + m.tokens * groups) * _FP32
+    return m.query + (padded * heads + m.attended_tokens * groups) * _FP32
 
 
 def _projected(m: Microbatch, recompute: str | None) -> int:
@@ -167,7 +177,8 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
     if m.architecture.qk_layernorm:
         # q is copied out of the projection before its norm (plain operations: where there are
         # several KV heads), k is a view
-        statistics = m.query * (m.fused or groups > 1) + m.tokens * (heads + groups) * _FP32
+        statistics = m.query * (m.fused or groups > 1)
+        statistics += m.attended_tokens * (heads + groups) * _FP32
     elif m.fused or m.method.replaces_values:
         mixed = 0  # split and rotated in one kernel, or not saved for the backward pass
     if (m.architecture.qk_layernorm or not m.fused) and not m.method.replaces_values:
@@ -203,6 +214,8 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     heads, groups = _heads(m)
     # inputs of both norms, and outputs where a weight that trains reads them
     norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
+    if m.architecture.described.sandwich_norms:
+        norms += 2 * (m.residual + norm_statistics(m))
     # sine and cosine, for q and for k; the fused kernel has one table for all layers
     tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
     sizes = LayerSizes(
@@ -215,14 +228,21 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         fused=m.fused,
     )
     decisions = m.method.kept_bytes(sizes)
-    attention = attention_kernel(m)
+    attention = attention_kernel(m) + _exchanged(m)
     if recompute == "selective" and m.parallel.recomputes("core_attn"):
-        attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
+        # the output, and log(1 - alpha) by key
+        attention = m.query + m.attended_tokens * groups * _FP32
     mlp = mlp_kept(m)
     if recompute == "selective" and m.parallel.recomputes("mlp"):
         mlp = 0 if m.trains_all else m.residual  # its input, which `norms` counts if all train
     projected = _projected(m, recompute) + _adapted(m)
     return norms + projected + tables + decisions + attention + mlp
+
+
+def _exchanged(m: Microbatch) -> int:
+    """Return the bytes of the output of attention as context-parallel ranks have exchanged it."""
+    reads = m.trains_all or m.trainable.weights == "attention" or "o" in m.trainable.targets
+    return m.query * (m.cp > 1 and reads)
 
 
 def _adapted(m: Microbatch) -> int:
@@ -253,7 +273,8 @@ def _routing(m: Microbatch) -> int:
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
     """Return the bytes that `layers` layers keep of one microbatch in flight, without the head."""
     p = m.parallel
-    frequencies = m.length * m.architecture.kv_channels * _FP32
+    tables = len({own.rotary_base for own in m.architecture.attention_layers})
+    frequencies = tables * m.length * m.architecture.kv_channels * _FP32
     if p.recompute_granularity == "full":
         units = -(-layers // p.recompute_num_layers)
         kept = units * m.residual + frequencies

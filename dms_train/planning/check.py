@@ -109,8 +109,18 @@ def _stages(config: RunConfig) -> Iterator[str]:
     run = config.stage.run
     if run and all(name in STAGES for name in run):
         yield from _starting_weights(config)
+        yield from _kl_limit(config)
         yield from _validation(config)
         yield from _evaluation(config)
+
+
+def _kl_limit(config: RunConfig) -> Iterator[str]:
+    limit = config.stage.retrofit.max_kl
+    if limit is not None and config.run.eval_samples == 0:
+        yield (
+            f"stage.retrofit.max_kl={limit}: is compared with the KL of validation samples, and "
+            "run.eval_samples=0; raise it"
+        )
 
 
 def _validation(config: RunConfig) -> Iterator[str]:

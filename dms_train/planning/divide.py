@@ -33,8 +33,12 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
         yield f"{where}: use a divisor of {VOCABULARY_MULTIPLE}, to which the vocabulary is padded"
     if parallel.sequence_parallel and tp == 1:
         yield f"parallel.sequence_parallel=true: needs {where.partition('=')[0]} above 1"
-    if parallel.sequence_parallel and length % tp:
-        yield f"data.seq_length={length}: sequence parallelism needs a multiple of {tp}; change it"
+    shards = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
+    if length % shards:
+        kind = "context" if parallel.context_parallel_size > 1 else "sequence"
+        where = f"data.seq_length={length}"
+        yield f"{where}: {kind} parallelism needs a multiple of {shards}; change it"
+    yield from _split_heads(parallel, architecture)
     yield from _split_layers(parallel, architecture.num_layers)
     yield from _split_experts(parallel, architecture)
     pp, has_windows = (
@@ -46,6 +50,16 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
         yield (
             f"parallel.pipeline_model_parallel_size={pp}: layers with a sliding window train "
             "nothing with method.train=channel; use 1 or method.train=lora"
+        )
+
+
+def _split_heads(parallel: ParallelOptions, architecture: Architecture) -> Iterator[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads = architecture.num_query_groups
+    if heads % tp == 0 and heads % (tp * cp):
+        yield (
+            f"parallel.context_parallel_size={cp}: does not divide the {heads // tp} KV heads of a "
+            f"tensor-parallel rank; use a divisor of {heads // tp}"
         )
 
 
@@ -129,18 +143,19 @@ def _split_batch(config: RunConfig, world_size: int) -> Iterator[str]:
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
     )
-    model_size = parallel.tensor_model_parallel_size * pp
+    model_size = parallel.ranks_per_copy
     if world_size % model_size:
         yield (
-            f"parallel: tensor x pipeline size is {model_size}, which does not divide the "
-            f"{world_size} process(es); start a multiple of {model_size} or change the layout"
+            f"parallel: tensor x pipeline x context size is {model_size}, which does not divide "
+            f"the {world_size} process(es); start a multiple of {model_size} or change the layout"
         )
         return
     copies, ep = world_size // model_size, parallel.expert_model_parallel_size
-    if copies % ep:
+    sharing = copies * parallel.context_parallel_size
+    if sharing % ep:
         yield (
-            f"parallel.expert_model_parallel_size={ep}: does not divide the data-parallel size "
-            f"{copies}; use a divisor of it"
+            f"parallel.expert_model_parallel_size={ep}: does not divide the data-parallel x "
+            f"context-parallel size {sharing}; use a divisor of it"
         )
     per_pass = data.micro_batch_size * copies
     if data.global_batch_size % per_pass:

@@ -1,7 +1,7 @@
 """Parallel layouts that divide the model and the batch and fit a GPU, the fastest first.
 
-The search varies tensor, pipeline and virtual pipeline size, the layers of the first and last
-pipeline stage, recomputation and the size of a microbatch. The number of processes, the global
+The search varies tensor, context, pipeline and virtual pipeline size, the layers of the first and
+last pipeline stage, recomputation and the size of a microbatch. The number of processes, the global
 batch and the model stay the same.
 """
 
@@ -21,6 +21,8 @@ from dms_train.planning.memory import MemoryEstimate
 from dms_train.planning.step_time import StepTime, step_time
 
 _TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
+_CONTEXT_SIZES = (1, 2, 4, 8)
+_LEAST_POSITIONS = 8192  # of a context-parallel rank; with fewer its products are small
 _MOST_STAGES = 16
 _VIRTUAL_SIZES = (None, 2, 4)
 # granularity and modules
@@ -91,12 +93,25 @@ def search(
     """Return all layouts that divide and fit, fastest step first."""
     c = calibration()
     layouts = (
-        planned(candidate, architecture, world_size, gpu)
+        _if_it_fits(candidate, architecture, world_size, gpu)
         for candidate in _candidates(config, architecture, world_size)
         if not any(divide.problems(candidate, world_size, architecture))
     )
-    fitting = [layout for layout in layouts if layout.needed(c) <= gpu.memory]
+    fitting = [layout for layout in layouts if layout is not None]
     return sorted(fitting, key=lambda layout: (layout.time.total, layout.needed(c)))
+
+
+def _if_it_fits(
+    config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu
+) -> Layout | None:
+    """Plan a configuration up to its first stage that does not fit, which rules out most."""
+    c = calibration()
+    stages, needs = memory.stages_of(config, architecture, world_size), []
+    for stage in stages:
+        needs.append(memory.of_stage(stage))
+        if needs[-1].needed(c, world_size) > gpu.memory:
+            return None
+    return Layout(config, needs, step_time(stages, gpu, c), world_size)
 
 
 def _candidates(
@@ -104,14 +119,20 @@ def _candidates(
 ) -> Iterator[RunConfig]:
     head = _head_layers(config, architecture)
     samples = sorted({*_SAMPLES, config.data.micro_batch_size})
-    for tp, pp, vp in product(_TENSOR_SIZES, range(1, _MOST_STAGES + 1), _VIRTUAL_SIZES):
-        if world_size % (tp * pp):
+    stages = range(1, _MOST_STAGES + 1)
+    for tp, cp, pp, vp in product(_TENSOR_SIZES, _CONTEXT_SIZES, stages, _VIRTUAL_SIZES):
+        if world_size % (tp * cp * pp):
+            continue
+        if cp > 1 and config.data.seq_length // cp < _LEAST_POSITIONS:
             continue
         splits = [(None, None), *_uneven_split(architecture.num_layers, pp, vp or 1, head)]
-        for (first, last), (granularity, modules), size in product(splits, _RECOMPUTE, samples):
+        # a sample is divided before several of them run at a time
+        sizes = samples if cp == 1 else samples[:1]
+        for (first, last), (granularity, modules), size in product(splits, _RECOMPUTE, sizes):
             parallel = replace(
                 config.parallel,
                 tensor_model_parallel_size=tp,
+                context_parallel_size=cp,
                 pipeline_model_parallel_size=pp,
                 virtual_pipeline_model_parallel_size=vp,
                 num_layers_in_first_pipeline_stage=first,

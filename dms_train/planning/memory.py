@@ -86,7 +86,7 @@ class PipelineStage:
 
     Attributes:
         rank: Number of the stage.
-        copies: Data-parallel size.
+        copies: Number of ranks with the same weights: data-parallel times context-parallel size.
         microbatches: Number of microbatches per data-parallel rank and step.
     """
 
@@ -149,7 +149,7 @@ class PipelineStage:
 
     @property
     def expert_copies(self) -> int:
-        """Number of data-parallel ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.copies // self.microbatch.ep
 
     @property
@@ -225,8 +225,7 @@ def stages_of(
 ) -> list[PipelineStage]:
     """Return the pipeline stages of a configuration that passed `check`, on GPUs."""
     parallel, data = config.parallel, config.data
-    pp = parallel.pipeline_model_parallel_size
-    copies = world_size // (parallel.tensor_model_parallel_size * pp)
+    copies = world_size // parallel.ranks_per_copy
     microbatch = Microbatch(
         architecture=architecture,
         method=config.method,
@@ -241,8 +240,13 @@ def stages_of(
     )
     count = data.global_batch_size // (data.micro_batch_size * copies)
     return [
-        PipelineStage(microbatch=microbatch, rank=rank, copies=copies, microbatches=count)
-        for rank in range(pp)
+        PipelineStage(
+            microbatch=microbatch,
+            rank=rank,
+            copies=copies * parallel.context_parallel_size,
+            microbatches=count,
+        )
+        for rank in range(parallel.pipeline_model_parallel_size)
     ]
 
 
@@ -399,5 +403,6 @@ def _sharded(a: Architecture) -> int:
 
 def _replicated(a: Architecture) -> int:
     """Count the weights of one layer that every tensor-parallel rank holds: norms and router."""
-    norms = 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
+    outer = 4 if a.described.sandwich_norms else 2
+    norms = outer * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
     return norms + a.num_experts * a.hidden_size

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
+from dms_train.hf.formats.peft import FORMAT as PEFT
 from dms_train.planning.memory import checkpoint_bytes, parameter_count
+from dms_train.planning.trained import peft_parameters
 from dms_train.training.stages import Action, Stage, build_stages
 
 _WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
@@ -25,7 +27,8 @@ class RunSize:
         weights: Number of stage ends whose weights are kept.
         weights_bytes: Bytes of the weights alone.
         exports: Number of exports, without links.
-        export_bytes: Bytes of one export: its Megatron weights and its Hugging Face weights.
+        export_bytes: Bytes of one export: its Megatron weights and its Hugging Face weights, or an
+            adapter alone.
     """
 
     steps: int
@@ -53,7 +56,6 @@ def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1
     trained = _trained(stages)
     branches = [ratio for stage in trained for _, ratio in taken_branches(stage)]
     weights = parameter_count(architecture) * _WIDTHS[config.parallel.params_dtype]
-    exported = parameter_count(architecture) * _export_width(config)
     return RunSize(
         steps=sum(stage.steps for stage in trained) + len(branches) * config.stage.hold.steps,
         checkpoints=checkpoint_count(config, loaded_cr, config.stage.run[0]),
@@ -61,7 +63,7 @@ def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1
         weights=sum(not _ends_exported(config, stage) for stage in trained[:-1]),
         weights_bytes=weights,
         exports=_exports(config, stages),
-        export_bytes=weights + exported,
+        export_bytes=_export_bytes(config, architecture),
     )
 
 
@@ -82,15 +84,25 @@ def checkpoint_count(config: RunConfig, loaded_cr: float, begin: str) -> int:
     remaining = _trained(stages[config.stage.run.index(begin) :])
     if not remaining:
         return 0
-    in_branches = any(True for stage in remaining for _ in taken_branches(stage))
+    returns = any(list(taken_branches(stage)) or _kept_steps(stage) for stage in remaining)
     saves, first = 0, 0
     for stage in _trained(stages):
         saved = {stage.steps, *(step - first for step in _interval_steps(config, first, stage))}
         if config.stage.export.every_integer_cr:
             saved.update(_ratio_steps(stage))
+        saved.update(_kept_steps(stage))
         saves, first = saves + len(saved), first + stage.steps
-    # one more is being written; a branch keeps the checkpoint at which it left
-    return min(saves, config.run.keep_checkpoints + 1) + in_branches
+    # one more is being written; another one is kept to return to
+    return min(saves, config.run.keep_checkpoints + 1) + returns
+
+
+def _export_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """Return the size of one export."""
+    if config.stage.export.format == PEFT.name:
+        count = peft_parameters(architecture, config.trainable, config.method.spec)
+        return _WIDTHS["fp32"] * count
+    width = _WIDTHS[config.parallel.params_dtype] + _export_width(config)
+    return width * parameter_count(architecture)
 
 
 def _export_width(config: RunConfig) -> int:
@@ -111,6 +123,11 @@ def _interval_steps(config: RunConfig, first: int, stage: Stage) -> range:
 def _ratio_steps(stage: Stage) -> list[int]:
     """Return the steps before the last one that pass an integer ratio."""
     return [step for step in range(1, stage.steps) if stage.integer_passed(step) is not None]
+
+
+def _kept_steps(stage: Stage) -> list[int]:
+    """Return the steps whose checkpoint an annealing with a KL limit may return to."""
+    return [] if stage.max_kl is None else _ratio_steps(stage)
 
 
 def _ends_exported(config: RunConfig, stage: Stage) -> bool:

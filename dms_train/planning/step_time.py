@@ -141,6 +141,7 @@ def _communication(stage: PipelineStage) -> tuple[float, float]:
     # a group lies within a node if all ranks up to its last one do
     for size, ranks in (
         (sent.tensor, tp),
+        (sent.context, tp * stage.microbatch.cp),
         (sent.expert, tp * stage.microbatch.ep),
         (sent.data, tp * stage.copies),
         (sent.pipeline, world_size),
@@ -158,6 +159,7 @@ class SentBytes(NamedTuple):
 
     Attributes:
         tensor: Around the products of layers, embedding and head, without those of experts.
+        context: Positions of heads, around attention.
         expert: Hidden states and router probabilities, among the ranks that share experts.
         data: Gradients in fp32 and updated weights.
         pipeline: Stage tensors and their gradients.
@@ -165,6 +167,7 @@ class SentBytes(NamedTuple):
     """
 
     tensor: float
+    context: float
     expert: float
     data: float
     pipeline: float
@@ -181,6 +184,7 @@ def sent_bytes(stage: PipelineStage) -> SentBytes:
     trained = _ring(stage.trained - experts, stage.copies) + _ring(experts, stage.expert_copies)
     return SentBytes(
         tensor=stage.microbatches * _ring(parts * m.gathered, m.tp),
+        context=stage.microbatches * _ring(layers * _exchanged_bytes(m), m.cp),
         expert=stage.microbatches * _ring(layers * _routed_bytes(m), m.tp * m.ep),
         data=trained * (_FP32 + m.width),
         pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
@@ -207,6 +211,11 @@ def _layer_parts(m: Microbatch) -> int:
     again = {"all": blocks, "attention": 1}.get(m.trainable.weights, 0)
     again *= m.parallel.sequence_parallel
     return 2 * blocks * (_forwards(m) + 1) + again + 2 * m.parallel.recomputes("mlp")
+
+
+def _exchanged_bytes(m: Microbatch) -> int:
+    """Count the bytes that a rank exchanges in a layer: query, key and value, and the output."""
+    return (_forwards(m) + 1) * 2 * (m.query + m.key)
 
 
 def _routed_bytes(m: Microbatch) -> int:

@@ -55,3 +55,11 @@ def adapters(a: Architecture, trainable: Trainable, method: MethodSpec) -> Adapt
         inner=rank * len(own) + rows,
         channels=rows,
     )
+
+
+def peft_parameters(a: Architecture, trainable: Trainable, method: MethodSpec) -> int:
+    """Count the numbers of an export in format `peft`, without the biases of q."""
+    count = adapters(a, trainable, method)
+    # a replaced row has a rank of its own: the row itself, and a column that selects it
+    replaced = count.channels * (a.hidden_size + a.num_attention_heads * a.kv_channels)
+    return a.num_layers * (count.sharded + count.replicated + replaced)

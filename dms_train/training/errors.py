@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class DivergenceError(ValueError):
     """Too many steps in a row without a finite loss and gradient; checkpoints are untouched."""
+
+
+class KLLimitError(ValueError):
+    """No ratio of the annealing has a KL within `stage.retrofit.max_kl`."""

@@ -16,12 +16,12 @@ from dms_train.training.engine import (
     Validator,
     Watch,
 )
-from dms_train.training.errors import DivergenceError
+from dms_train.training.errors import DivergenceError, KLLimitError
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
 from dms_train.training.skipping import SkipRecord
-from dms_train.training.stages import Action, Stage
+from dms_train.training.stages import Action, RetrofitStage, Stage
 from dms_train.training.state import TrainState
 
 
@@ -63,6 +63,8 @@ def run(
     _export_due(state, components)
     while state.stage < len(stages):
         stage, before = stages[state.stage], state.stage
+        if isinstance(stage, RetrofitStage) and state.early_stop is not None:
+            stage = stage.held_at(state.target_cr)
         if isinstance(stage, Stage):
             _keep_weights(stages, state, components)
             stops = _run_stage(stage, state, components)
@@ -121,20 +123,22 @@ def _run_stage(stage: Stage, state: TrainState, components: TrainerComponents) -
     stops = False
     for stage_step in range(state.stage_step + 1, stage.steps + 1):
         _step(stage, state, components)
-        ends = stage_step == stage.steps
-        if _due(state.step, components.options.eval_interval) or ends:
-            evaluate(stage.eval_plan(state.step, stage_step), state, components)
+        kept = state.kept_step
+        ends = _measure(stage, stage_step, state, components)
         _plan_export(stage, stage_step, state, components)
         stops = components.watch.must_stop()
         if ends:
             _finish(stage, state, components)
         else:
             _save(state, components, stops=stops)
+        _release(kept, state, components)
         if stops and not ends:
             components.reporter.end_stage(state.step)
             return True  # the resumed run writes the due export
         # after saving, so that a failed export or branch loses no step
         _export_due(state, components)
+        if ends:
+            break
         if state.branch_start is not None:
             if _run_branch(stage, state, components):
                 return True
@@ -149,24 +153,80 @@ def _begin(stage: Stage, state: TrainState, components: TrainerComponents) -> No
     components.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
 
 
+def _measure(
+    stage: Stage, stage_step: int, state: TrainState, components: TrainerComponents
+) -> bool:
+    """Evaluate after a step if that is due, and return whether the step is the last of its stage.
+
+    Where the KL is above the limit of the stage, the step is the last, and weights and optimizer
+    are those of the last ratio within the limit again.
+    """
+    ends = stage_step == stage.steps
+    limited = stage.max_kl is not None and (ends or stage.integer_passed(stage_step) is not None)
+    if not (ends or limited or _due(state.step, components.options.eval_interval)):
+        return False
+    result = evaluate(stage.eval_plan(state.step, stage_step), state, components)
+    if stage.max_kl is None or not limited:
+        return ends
+    assert result is not None  # planning.check requires validation samples
+    if not result.terms["kl"] <= stage.max_kl:
+        _return_to_kept(stage.max_kl, result.terms["kl"], state, components)
+        return True
+    state.kept_step = state.step
+    return ends
+
+
+def _return_to_kept(
+    max_kl: float, kl: float, state: TrainState, components: TrainerComponents
+) -> None:
+    """Load the last ratio whose KL was within the limit. The counts of steps and samples go on.
+
+    Raises:
+        KLLimitError: There is no such ratio.
+    """
+    saver, reached = components.saver, state.target_cr
+    saver.finish_pending_save(state.step)
+    above = (
+        f"stage.retrofit.max_kl={max_kl:g}: the validation KL is {kl:.4g} nats per token at "
+        f"compression ratio {reached:g}"
+    )
+    if state.kept_step is None:
+        raise KLLimitError(
+            f"{above}, the first that was measured; raise max_kl or stage.retrofit.steps_per_cr in "
+            "another run.dir"
+        )
+    loaded = components.engine.load(saver.step_path(state.kept_step), with_optimizer=True)
+    state.target_cr = TrainState.from_dict(loaded).target_cr
+    state.exported = None  # the final export states the early stop
+    state.early_stop = {"max_kl": max_kl, "cr": reached, "kl": kl, "kept_cr": state.target_cr}
+    components.reporter.measured(state.step, state.early_stop, "early_stop/")
+    components.reporter.note(f"{above}; the run continues from ratio {state.target_cr:g}")
+
+
 def _plan_export(
     stage: Stage, stage_step: int, state: TrainState, components: TrainerComponents
 ) -> None:
     """Record in the position which export or branch follows from these weights."""
     state.due_export = None
-    ratio = stage.integer_passed(stage_step)
+    ratio = None if state.early_stop else stage.integer_passed(stage_step)
     if ratio in stage.branches and stage_step < stage.steps:
         state.branch_start = state.step
     elif ratio is not None and components.every_integer_cr:
         state.due_export = f"cr{ratio}"
 
 
+def _release(kept: int | None, state: TrainState, components: TrainerComponents) -> None:
+    """Let the checkpoint of an earlier kept ratio be deleted, after the save that replaces it."""
+    if kept is not None and kept != state.kept_step:
+        components.saver.release(kept, state)
+
+
 def _save(state: TrainState, components: TrainerComponents, *, stops: bool) -> None:
-    """Save a position inside a stage if it is due; a branch returns to its checkpoint."""
-    branches = state.branch_start is not None
-    exports = state.due_export is not None or branches
-    if stops or exports or _due(state.step, components.options.save_interval):
-        components.saver.save(state, permanent=branches, required=stops or branches, wait=exports)
+    """Save a position inside a stage if it is due, or if the stage may return to it."""
+    returns = state.branch_start is not None or state.kept_step == state.step
+    waits = state.due_export is not None or returns
+    if stops or waits or _due(state.step, components.options.save_interval):
+        components.saver.save(state, permanent=returns, required=stops or returns, wait=waits)
     else:
         components.saver.poll(state.step)
 
@@ -209,7 +269,7 @@ def _end_branch(start: int, state: TrainState, components: TrainerComponents) ->
     """Load the annealing again, then delete the checkpoints of the branch."""
     saver = components.saver
     state.end_branch(components.engine.load(saver.step_path(start), with_optimizer=True))
-    saver.annotate(state, {"branch_start": None, "permanent": False})
+    saver.annotate(state, {"branch_start": None, "permanent": state.kept_step == start})
     saver.remove_branch(state)
 
 
@@ -250,6 +310,7 @@ def _finish(stage: Stage, state: TrainState, components: TrainerComponents) -> N
         components.skips.require_update(stage.name, stage.steps, state)
     if stage.enables_eviction and not state.eviction_enabled:
         _enable_eviction(stage, state, components)
+    state.kept_step = None
     state.next_stage()
     components.reporter.end_stage(state.step)
     components.saver.save(state, permanent=False, required=True)

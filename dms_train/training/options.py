@@ -54,22 +54,33 @@ class RetrofitOptions:
     With `annealing=immediate` the same number of steps is taken at the final ratio (DMC paper,
     appendix E). The annealing starts from `start_cr`. None is the ratio of the student that
     `run.load` names, or 1 for the original model.
+
+    The annealing ends early when the validation KL at an integer ratio, or at the target, is above
+    `max_kl` nats per token. The run then continues from the last ratio within that limit. None
+    anneals to the target.
     """
 
     target_cr: Annotated[float, AtLeast(1)]
     steps_per_cr: Annotated[int, AtLeast(1)]
     start_cr: Annotated[float | None, AtLeast(1)] = None
     annealing: Annotated[str, OneOf("linear", "immediate")] = "linear"
+    max_kl: Annotated[float | None, Positive()] = None
     loss: Annotated[str, OneOf(*TOKEN_LOSSES)] = "distill"
     lr: Annotated[float | None, Positive()] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield one line for a ratio that would have to fall."""
+        """Yield a line for a ratio that would have to fall, and for a KL that is not measured."""
         if self.start_cr is not None and not self.target_cr >= self.start_cr:
             yield (
                 f"{path}.target_cr={self.target_cr}: below {path}.start_cr={self.start_cr}; "
                 "anneal upwards"
             )
+        if self.max_kl is None:
+            return
+        if self.annealing == "immediate":
+            yield f"{path}.max_kl={self.max_kl}: needs {path}.annealing=linear; change one of them"
+        if self.loss in TOKEN_LOSSES and "kl" not in TOKEN_LOSSES[self.loss].terms:
+            yield f"{path}.max_kl={self.max_kl}: {path}.loss={self.loss} has no KL; use distill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +182,8 @@ class RunOptions:
             folder that already holds one.
         load: Megatron checkpoint whose weights the student starts from, instead of the model's; a
             run folder stands for its newest whole checkpoint. An export is accepted too.
+        check_teacher: Refuse to start when the teacher predicts the training data no better than by
+            guessing. Switch it off for a teacher with random weights.
         max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
         async_save: Write checkpoints in the background while training continues.
@@ -186,6 +199,7 @@ class RunOptions:
     seed: Annotated[int, AtLeast(0), Below(_SEEDS)] = 1234
     resume: Annotated[str, OneOf("auto", "never")] = "auto"
     load: str | None = None
+    check_teacher: bool = True
     max_skipped_steps: Annotated[int, AtLeast(1)] = 3
     save_interval: Annotated[int, AtLeast(0)] = 100
     async_save: bool = True

@@ -113,7 +113,15 @@ class Saver:
 
         A run that resumes from a checkpoint without the record does it again.
         """
-        path = self.path(state)
+        self._annotate(self.path(state), values)
+
+    def release(self, step: int, state: TrainState) -> None:
+        """Treat the permanent checkpoint of a step like any other, after the save of `state`."""
+        self._annotate(self.step_path(step), {"permanent": False})
+        if self.is_main_rank:
+            remove_old(self.path(state), self.options.keep_checkpoints, self._removals)
+
+    def _annotate(self, path: Path, values: dict[str, Any]) -> None:
         try:
             self.engine.annotate(path, values)
         except (OSError, ValueError) as error:

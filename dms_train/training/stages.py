@@ -37,6 +37,7 @@ class Stage:
         resets_eviction_channel: Whether the eviction channel's weights are zeroed when eviction
             is enabled.
         branches: Hold branches, by the integer ratio after which the annealing takes them.
+        max_kl: Validation KL in nats per token above which the stage ends early; None for no limit.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Stage:
     enables_eviction: bool = False
     resets_eviction_channel: bool = True
     branches: Mapping[int, Stage] = field(default_factory=dict)
+    max_kl: float | None = None
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
         """Return the plan of the step after `stage_step` finished steps."""
@@ -101,6 +103,10 @@ class RetrofitStage(Stage):
             for s in (stage_step - 1, stage_step)
         )
         return int(now) if int(now) > int(before) else None
+
+    def held_at(self, ratio: float) -> RetrofitStage:
+        """Return the stage with all of its steps at `ratio`."""
+        return replace(self, start_cr=ratio, target_cr=ratio)
 
 
 def _constant(lr: float, steps: int, warmup: int) -> LearningRate:
@@ -174,6 +180,7 @@ def _build(name: str, options: StageOptions, warmup: int, ratio: float) -> Stage
             start_cr=r.target_cr if r.annealing == "immediate" else start,
             target_cr=r.target_cr,
             steps_per_cr=r.steps_per_cr,
+            max_kl=r.max_kl,
             branches={cr: _hold(options.hold, cr) for cr in options.hold.branch_ratios or ()},
         )
     return _hold(options.hold, ratio)

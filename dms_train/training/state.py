@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -28,6 +29,10 @@ class TrainState:
         due_export: Name of the export that still has to be written from these weights.
         branch_start: Number of finished steps when the current hold branch left the annealing; None
             outside a branch. The checkpoint of that step holds the annealing.
+        kept_step: Number of finished steps at the last ratio whose KL was within the limit; None
+            without a limit or such a ratio. The checkpoint of that step is kept.
+        early_stop: Record of an annealing that ended at its KL limit: `max_kl`, the `kl` that was
+            above it and its ratio `cr`, and `kept_cr`, the ratio that the run continues from.
     """
 
     stage: int = 0
@@ -43,6 +48,8 @@ class TrainState:
     exported: str | None = None
     due_export: str | None = None
     branch_start: int | None = None
+    kept_step: int | None = None
+    early_stop: dict[str, float] | None = None
 
     def advance(self, samples: int) -> None:
         """Count one optimizer step."""
@@ -72,3 +79,11 @@ class TrainState:
         """Build it from the state in a checkpoint of any version; other keys are ignored."""
         current = {_RENAMED.get(key, key): value for key, value in values.items()}
         return cls(**{f.name: current[f.name] for f in fields(cls) if f.name in current})
+
+
+def describe_early_stop(early_stop: Mapping[str, float]) -> str:
+    """Describe an early stop (`TrainState.early_stop`) in one sentence."""
+    return (
+        "The annealing ended at compression ratio {kept_cr:g}: the validation KL {kl:.4g} "
+        "nats/token at ratio {cr:g} was above the limit of {max_kl:.4g}."
+    ).format(**early_stop)

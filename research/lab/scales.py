@@ -214,6 +214,7 @@ SCALES = {
             "data.global_batch_size=4",
             "stage.zero_neuron.steps=1",
             "stage.export.every_integer_cr=false",
+            "run.check_teacher=false",  # a teacher of four steps
             "run.log_interval=1",
             "run.eval_samples=1",
         ),

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_pp1": {"tensor_model_parallel_size": 2},
     "tp1_pp2": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
     "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "tp2_cp2": {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
 }
 SAVED_IN = "tp2_pp1"
 LOADED_IN = ("tp1_pp2", "tp2_pp2")
@@ -85,9 +86,9 @@ def keep_shares(engine: McoreEngine, view: ParallelView) -> dict[str, Tensor]:
     for number, kept in seen.items():
         for batch, log_keep in zip(batches, kept, strict=True):
             for row, sample in enumerate(batch.samples.tolist()):
-                for head in range(log_keep.shape[1]):
-                    name = f"{number}.{view.tp_rank * log_keep.shape[1] + head}.{sample}"
-                    shares[name] = log_keep[row, head].clone()
+                first = (view.tp_rank * view.cp_size + view.cp_rank) * log_keep.shape[1]
+                for head, share in enumerate(log_keep[row], first):
+                    shares[f"{number}.{head}.{sample}"] = share.clone()
     return shares
 
 
@@ -139,6 +140,12 @@ LLAMA3 = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 20,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+    },
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
@@ -148,7 +155,7 @@ CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 def random_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
     """Every weight random, also those that start at zero or one."""
     described = FAMILIES[family]
-    kind = getattr(transformers, f"{described.classes}Config")
+    kind = getattr(transformers, described.config_class)
     values = {**described.fixed, **described.written}
     if described.always_has_head_dim:
         values["head_dim"] = 12

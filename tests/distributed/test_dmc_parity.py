@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
+    "cp2": (2, {"context_parallel_size": 2}),
     "selective": (1, {"recompute_granularity": "selective"}),
     "recompute_tp2_pp2_sp": (4, {**TP2_PP2, "sequence_parallel": True, **RECOMPUTE}),
 }
@@ -37,6 +38,7 @@ CASES = [
     *(("recompute_tp2_pp2_sp", variant) for variant in ("dmc", "dmc_c", "layer", "packed")),
     ("pp2", "dmc"),
     ("dp2", "dmc_hardc"),
+    *(("cp2", variant) for variant in ("dmc", "layer", "packed")),
     ("selective", "packed"),
 ]
 

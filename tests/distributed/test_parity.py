@@ -71,8 +71,28 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
+CP2 = {"context_parallel_size": 2}
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "cp2_ep2": (2, {**CP2, "expert_model_parallel_size": 2}),
+}
+CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2": (2, CP2),
+    "cp4": (4, {"context_parallel_size": 4}),
+    "cp2_tp2": (4, {**CP2, "tensor_model_parallel_size": 2}),
+    "recompute_cp2_tp2_sp": (
+        4,
+        {**CP2, "tensor_model_parallel_size": 2, "sequence_parallel": True, **FULL_RECOMPUTE},
+    ),
+    "selective_cp2_pp2_vp2": (
+        4,
+        {
+            **CP2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "recompute_granularity": "selective",
+        },
+    ),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "retrofit": {"plan": {"target_cr": 8.0}},
@@ -86,6 +106,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zeroing": {"plan": {"eviction": "none", "channel_scale": 0.5}},
     "packed": {"plan": {"target_cr": 8.0}, "packed": True},
 }
+# Default cases of the context-parallel layouts.
+CONTEXT_CASES = [
+    ("qwen3", "dms_nvidia", "cp2", "immediate_sum"),
+    ("llama", "dms", "cp2", "packed"),
+    ("qwen3_moe", "dms", "cp2_ep2", "retrofit"),
+    ("smollm3", "dms", "cp4", "packed"),
+    ("qwen3", "dms_fastdms", "cp2_tp2", "retrofit"),
+    ("llama", "dms", "recompute_cp2_tp2_sp", "packed"),
+    ("qwen2", "dms", "selective_cp2_pp2_vp2", "mixed"),
+]
 # By default packed documents run in these layouts, which between them shard and recompute
 # everything.
 PACKED_LAYOUTS = ("tp2", "pp2", "recompute_tp2_pp2_sp", "selective_tp2_pp2_vp2_sp")
@@ -95,10 +125,11 @@ def _cases() -> list[tuple[str, str, str, str]]:
     """(family, preset, layout, variant); `retrofit` for every pair, the others once a layout."""
     mixtures = [name for name, family in FAMILIES.items() if family.has_experts]
     of_experts = list(itertools.product(mixtures, PRESETS, EXPERT_LAYOUTS, VARIANTS))
-    everything = [*itertools.product(FAMILIES, PRESETS, LAYOUTS, VARIANTS), *of_experts]
+    layouts = [*LAYOUTS, *CONTEXT_LAYOUTS]
+    everything = [*itertools.product(FAMILIES, PRESETS, layouts, VARIANTS), *of_experts]
     if os.environ.get("DMS_FULL_MATRIX") == "1":
         return everything
-    chosen = of_experts[:1]
+    chosen = [*of_experts[:1], *CONTEXT_CASES]
     for number, layout in enumerate(LAYOUTS):
         for index, family in enumerate(FAMILIES):
             preset = PRESETS[(index + number) % len(PRESETS)]
@@ -113,7 +144,7 @@ def _cases() -> list[tuple[str, str, str, str]]:
 
 
 CASES = _cases()
-ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS
 
 
 def _describe(family: str, preset: str, layout: str, variant: str) -> dict[str, Any]:

@@ -23,14 +23,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"},
 }
 # of each, the first layout is what the others are compared with
 CASES = [("lora", "qwen2", layout) for layout in LAYOUTS]
 CASES += [("lora", "llama", "dp2"), ("lora", "llama", "pp2")]  # one table on both stages
-CASES += [("channel", "qwen2", layout) for layout in ("dp2", "tp2", "tp2_sp")]
+CASES += [("channel", "qwen2", layout) for layout in ("dp2", "tp2", "tp2_sp", "cp2")]
 CASES += [("attention", "qwen2", layout) for layout in ("dp2", "tp2_sp", "pp2")]
 SAVED, MERGED = "tp2", "dp2"
+LORA = LoraOptions(rank=2, alpha=8.0)
 RATE = LearningRate(max_lr=1e-2, min_lr=1e-2, steps=3, warmup_steps=0, style="constant")
 
 
@@ -42,7 +44,7 @@ def build(view: ParallelView, train: str, family: str, layout: str) -> McoreEngi
         # a large epsilon, because Adam amplifies rounding in small gradients
         optim=OptimOptions(lr=1e-2, adam_eps=1e-2),
         seed=7,
-        trainable=Trainable(weights=train, lora=LoraOptions(rank=2, alpha=8.0)),
+        trainable=Trainable(weights=train, lora=LORA),
     )
     source = tiny.SmallEvictionChannels(architecture, 1, method.channel)
     engine = McoreEngine(architecture, method, view, options, source)
@@ -91,6 +93,9 @@ def work(out: Path) -> None:
         if (train_, family, layout) == ("lora", "qwen2", MERGED):
             engine.save_weights(out / "weights", {})
         keep(engine, out / f"{train_}-{family}-{layout}")
+        adapter = engine.adapter_tensors() if train_ != "attention" else None
+        if adapter is not None:
+            save_file(adapter.tensors, out / f"{train_}-{family}-{layout}.adapter")
         groups.stop(keep_process_group=True)
     for layout in ("dp2", "pp2"):
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
@@ -132,6 +137,17 @@ def test_layouts_export_the_same_model(out: Path, case: tuple[str, str, str]) ->
     }
     targets = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert moved == ({"q_proj"} if kind == "channel" else targets)
+    if kind == "attention":
+        return
+    adapter = load_file(out / f"{kind}-{family}-{layout}.adapter")
+    for name, tensor in load_file(out / f"{kind}-{family}-{layout}").items():
+        projection = f"base_model.model.{name.rpartition('.')[0]}"
+        base, down = source.get(name), adapter.get(f"{projection}.lora_A.weight")
+        if name.endswith("weight") and down is not None:
+            base = base + LORA.scale * adapter[f"{projection}.lora_B.weight"] @ down
+        if name.endswith("bias"):
+            base = adapter.get(f"{projection}.base_layer.bias", base)
+        torch.testing.assert_close(base, tensor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])

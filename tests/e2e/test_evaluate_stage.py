@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +41,7 @@ def chains(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_killed_evaluation_is_continued_and_equals_that_of_the_command(root: Path) -> None:
     run, folder = root / "run", root / "run" / "evaluation" / "exam_sheets"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dms_train", *overrides(root)],
-        env=launch.environment(),
-        cwd=launch.ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "3/10: " in line:
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    test_validate.kill_when_printed("3/10: ", root / "killed.log", overrides(root))
     before = chains(folder)
     assert 6 <= len(before) < 20
     trained = test_validate.rows(run, "train/loss")

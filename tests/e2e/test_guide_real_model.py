@@ -25,7 +25,7 @@ SMALLER = {
     "data.global_batch_size=16": "data.global_batch_size=2",
     "stage.zero_neuron.steps=500": "stage.zero_neuron.steps=2 stage.retrofit.steps_per_cr=1",
     "run.dir=outputs/qwen3": "run.dir=outputs/qwen3 observe.wandb=disabled"
-    " run.eval_samples=4 stage.validate_export.samples=4",
+    " run.eval_samples=4 stage.validate_export.samples=4 run.check_teacher=false",
     "--seq-length 4096": "--seq-length 64",
     "--samples 32": "--samples 4",
     "--workers 8": "--workers 1",

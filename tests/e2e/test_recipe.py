@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError
 from dms_train.mcore.options import ALL_WEIGHTS
 from tests.support import launch, paused_run
-from tests.support.ranks import dms_train, run_ranks
+from tests.support.ranks import Ranks, dms_train, run_ranks
 
 TINY = [
     "model.architecture.num_layers=2",
@@ -225,15 +223,10 @@ def test_a_killed_run_of_adapters_resumes_and_exports_the_same(folder: Path) -> 
 def killed(pauses: Path, step: int, words: list[str]) -> None:
     """Start a run and kill it before a step."""
     pauses.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, *paused_run.command(step, pauses, words)],
-        env=launch.environment(),
-        cwd=launch.ROOT,
-        stderr=subprocess.DEVNULL,
-    )
-    paused_run.wait_for_pause(pauses, 1, lambda: process.poll() is None)
-    process.kill()
-    process.wait()
+    log = pauses / "log"
+    ranks = Ranks.start(paused_run.train_with_pause, 1, step, pauses, *words, log=log)
+    paused_run.wait_for_pause(pauses, 1, ranks.running)
+    ranks.kill()
 
 
 def has_optimizer(checkpoint: Path) -> bool:
@@ -275,17 +268,7 @@ def test_a_hold_branch_leaves_the_final_weights_as_they_are(folder: Path) -> Non
     words = {name: [*retrofit(folder, name), *stages] for name in ("plain", "branched")}
     train(1, *words["plain"], "parallel=single")
     branched = [*words["branched"], "parallel=single", "stage.hold.branch_ratios=[2]"]
-    pauses = folder / "branch"
-    pauses.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, *paused_run.command(13, pauses, branched)],
-        env=launch.environment(),
-        cwd=launch.ROOT,
-        stderr=subprocess.DEVNULL,
-    )
-    paused_run.wait_for_pause(pauses, 1, lambda: process.poll() is None)
-    process.kill()
-    process.wait()
+    killed(folder / "branch", 13, branched)
     log = train(1, *branched)
     assert "resuming from" in log
     assert "step_00000012" in log  # inside the branch, which left after step 11

@@ -5,9 +5,7 @@ And the launch scripts without a scheduler, which start the same runs.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support import launch, paused_run, stalls
@@ -64,8 +61,26 @@ def steps_saved(run: Path) -> list[int]:
     return [int(path.name[5:]) for path in sorted((run / "checkpoints").glob("step_*"))]
 
 
-def signalled(root: Path, name: str, number: int, rank: str) -> str:
-    """Start a run under torchrun, signal one rank (or `torchrun`) in mid-stage; its log."""
+def stopped_by_usr1(root: Path, name: str) -> str:
+    """Start a run and signal one rank in mid-stage; its log."""
+    (root / name).mkdir()
+    words = command(root, name)[2:]
+    log = root / f"{name}.log"
+    ranks = Ranks.start(paused_run.train_with_pause, 2, 4, root / name, *words, log=log)
+    try:
+        paused_run.wait_for_pause(root / name, 2, ranks.running)
+        while ranks.running():
+            ranks.signal(1, signal.SIGUSR1)  # until the process has ended, as launch/job.sh does
+            time.sleep(0.05)
+        assert ranks.wait(60)
+        assert ranks.codes == {0: 0, 1: 0}
+        return ranks.output(0) + ranks.output(1)
+    finally:
+        ranks.kill()
+
+
+def stopped_with_its_launcher(root: Path, name: str) -> str:
+    """Start a run under torchrun and end torchrun in mid-stage; its log."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     (root / name).mkdir()
     words = paused_run.command(4, root / name, command(root, name)[2:])
@@ -78,15 +93,7 @@ def signalled(root: Path, name: str, number: int, rank: str) -> str:
     )
     try:
         paused_run.wait_for_pause(root / name, 2, lambda: process.poll() is None)
-        target = process.pid
-        if rank != "torchrun":
-            ranks = psutil.Process(process.pid).children()
-            target = next(r.pid for r in ranks if r.environ().get("RANK") == rank)
-        os.kill(target, number)
-        while number == signal.SIGUSR1 and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(target, number)  # until the process has ended, as launch/job.sh does
-            time.sleep(0.05)
+        process.terminate()
         return process.communicate()[1]
     finally:
         process.kill()
@@ -94,7 +101,6 @@ def signalled(root: Path, name: str, number: int, rank: str) -> str:
 
 def assert_both_ranks_stop_after_one_step(log: str, run: Path) -> None:
     assert "stopped after step" in log
-    assert "Signal 10" not in log
     assert steps_saved(run) == [5]
     assert (run / "state" / "STOPPED").read_text() == "step 5\n"
     assert not (run / "state" / "pretrain.done").exists()
@@ -103,7 +109,7 @@ def assert_both_ranks_stop_after_one_step(log: str, run: Path) -> None:
 def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(workspace: Path) -> None:
     """Resumed with `--until`, and then continued from its own file."""
     run = workspace / "usr1"
-    log = signalled(workspace, "usr1", signal.SIGUSR1, "1")
+    log = stopped_by_usr1(workspace, "usr1")
     assert_both_ranks_stop_after_one_step(log, run)
     words = command(workspace, "usr1")[2:]
     launch.checked(run_ranks(dms_train, 2, *words, "--until", "pretrain"))
@@ -120,7 +126,7 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(workspace: Path
 
 
 def test_both_ranks_stop_after_one_step_when_their_launcher_is_ended(workspace: Path) -> None:
-    log = signalled(workspace, "term", signal.SIGTERM, "torchrun")
+    log = stopped_with_its_launcher(workspace, "term")
     assert_both_ranks_stop_after_one_step(log, workspace / "term")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +41,8 @@ def expected() -> dict[str, Any]:
 
 def command(folder: Path, module: str, *arguments: str) -> str:
     """Run a command in `folder`; its messages."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=launch.environment(),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    done = launch.module(module, *arguments, folder=folder)
+    launch.checked(done)
     return done.stderr
 
 

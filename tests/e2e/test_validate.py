@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dms_train.data_prep.exam_sheets import held_out_problems
 from tests.support import launch, refusals
-from tests.support.ranks import dms_train, run_ranks
+from tests.support.ranks import Ranks, dms_train, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 FILES = ("metrics.json", "report.md", "training.png", "retention.png")
@@ -59,6 +58,7 @@ def overrides(root: Path, name: str, *more: str) -> list[str]:
         "optim.lr=1e-2",
         "optim.lr_warmup_steps=0",
         "run.eval_samples=6",
+        "run.check_teacher=false",  # random weights
         "observe=quiet",
         f"run.dir={root}/{name}",
         *more,
@@ -69,6 +69,18 @@ def train(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     done = run_ranks(dms_train, processes, *words, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done
+
+
+def kill_when_printed(text: str, log: Path, words: list[str]) -> None:
+    """Start a run of one rank and kill it when it has printed a text."""
+    ranks = Ranks.start(dms_train, 1, *words, log=log)
+    try:
+        while text not in ranks.output(0):
+            assert ranks.running(), ranks.output(0)[-3000:]
+            time.sleep(0.01)
+    finally:
+        ranks.kill()
+    assert ranks.codes == {0: -signal.SIGKILL}
 
 
 def metrics(folder: Path) -> dict[str, Any]:
@@ -138,21 +150,7 @@ def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path
     run = root / "killed"
     # long enough to be killed in
     slow = overrides(root, "killed", "stage.validate_export.max_num_seqs=1")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dms_train", *slow],
-        env=launch.environment(),
-        cwd=launch.ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "self-test through the compact cache" in line:
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    kill_when_printed("self-test through the compact cache", root / "killed.log", slow)
     assert not (run / "metrics.json").exists()
     trained = rows(run, "train/loss")
     exported = (run / "exports/final/hf/model.safetensors").stat().st_mtime

@@ -8,21 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.faults.campaign import BAR
-from tests.support import launch
+from tests.faults import campaign
 
 
-def campaign(out: Path, *arguments: str, timeout: float) -> dict[str, dict[str, Any]]:
-    words = ("-m", "tests.faults.campaign", str(out), *arguments)
-    print(launch.checked(launch.python(*words, timeout=timeout)))
+def results_of(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    assert campaign.main([str(out), *arguments]) == 0
     return json.loads((out / "results.json").read_text())  # type: ignore[no-any-return]
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_three_kills_do_not_change_the_loss_curve(tmp_path: Path) -> None:
-    arguments = ("--kills", "3", "--in-save", "3", "--only", "ranks killed", "--stage-steps", "10")
-    killed = campaign(tmp_path, *arguments, timeout=880)["ranks killed"]
+    arguments = ("--kills", "3", "--in-save", "3", "--only", "ranks killed", "--stage-steps", "6")
+    killed = results_of(tmp_path, *arguments)["ranks killed"]
     assert killed["faults"] == 3
     assert killed["during_a_save"] >= 1
     assert killed["difference"] == 0.0
@@ -31,7 +29,7 @@ def test_three_kills_do_not_change_the_loss_curve(tmp_path: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.timeout(5400)
 def test_the_whole_campaign(tmp_path: Path) -> None:
-    results = campaign(tmp_path, "--kills", "20", "--in-save", "7", timeout=5300)
+    results = results_of(tmp_path, "--kills", "20", "--in-save", "7")
     killed = results["ranks killed"]
     assert killed["faults"] == 20
     assert killed["during_a_save"] >= 5
@@ -43,4 +41,6 @@ def test_the_whole_campaign(tmp_path: Path) -> None:
         assert disk["finished"]
     assert results["a rank whose disk does not answer"]["named"] == "rank 2, after step 32"
     assert results["NaN gradients on one rank, and a kill"]["skipped"] == [24, 31]
-    assert {name for name, result in results.items() if result["difference"] > BAR} == set()
+    assert {
+        name for name, result in results.items() if result["difference"] > campaign.BAR
+    } == set()

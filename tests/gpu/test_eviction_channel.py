@@ -72,10 +72,11 @@ def test_decisions_to_merge(length: int, noisy: bool, packed: bool) -> None:
     assert worst < 5e-5
 
 
-def test_swiglu() -> None:
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activations(name: str) -> None:
     from tests.support import eviction_channel_cases
 
-    assert eviction_channel_cases.worst_swiglu(GPU) < 1e-5
+    assert eviction_channel_cases.worst_gate(GPU, name) < 1e-5
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recompute_pp2_vp2": {**VP2, **FULL},
     "mlp_tp2_sp": {**TP2, **MLP, "sequence_parallel": True},
     "mlp_uneven_pp2": {**PP2, **MLP, "num_layers_in_first_pipeline_stage": 3},
+    "cp2": {"context_parallel_size": 2},
+    "recompute_cp2": {"context_parallel_size": 2, **FULL},
     "dp2": {},
 }
 # Rounding of a bf16 step: 8 bits in every activation, and other orders of summation.
@@ -51,7 +53,7 @@ SIZES: dict[str, Any] = {
 MODELS = {"tied": ("llama", "dms"), "untied": ("qwen2", "dms_nvidia")}
 CASES = [
     *((model, layout, "fp32") for model in MODELS for layout in LAYOUTS),
-    *((model, layout, "bf16") for model in MODELS for layout in ("tp2_sp", "pp2", "dp2")),
+    *((model, layout, "bf16") for model in MODELS for layout in ("tp2_sp", "pp2", "cp2", "dp2")),
     ("untied", "recompute_pp2_vp2", "bf16"),
     ("untied", "mlp_uneven_pp2", "bf16"),
 ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from dms.training.engine import distillation_loss, dms_schedule
 from jobs import main, pieces, word_tokenizer
 from models.qwen3.configuration_qwen3_dms import Qwen3ConfigDMS
 from models.qwen3.modeling_qwen3_dms import Qwen3ForCausalLMDMS
@@ -89,5 +90,22 @@ def write(directory: str, separate: bool, window: int, block: int) -> dict[str, 
     return {}
 
 
+def recipe(eos: int, initial_cr: float, final_cr: float, final_step: int) -> dict[str, Tensor]:
+    """Its loss of random logits, and the compression ratio of every step of its training.
+
+    Returns:
+        student and teacher [2, 30, vocab]; tokens [2, 30]; loss [1]; ratios [steps].
+    """
+    torch.manual_seed(5)
+    student, teacher = (3 * torch.randn(2, 30, 61) for _ in range(2))
+    tokens = torch.randint(0, 61, (2, 30))
+    loss = distillation_loss(student, teacher, tokens != eos, vocab_chunk=16)
+    ratios = [
+        dms_schedule(step, None, initial_cr, final_cr, final_step)[1] for step in range(final_step)
+    ]
+    named = {"student": student, "teacher": teacher, "tokens": tokens, "loss": loss[None]}
+    return {**named, "ratios": torch.tensor(ratios, dtype=torch.float64)}
+
+
 if __name__ == "__main__":
-    main({"run": run, "generate": generate, "write": write})
+    main({"run": run, "generate": generate, "write": write, "recipe": recipe})

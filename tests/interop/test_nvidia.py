@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 
+from dms_train.cli.config_source import compose
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
+from dms_train.method.losses import kl_student_teacher
 from dms_train.method.spec import PRESETS
+from dms_train.training.stages import build_stages
 from tests.interop.conftest import LENGTH, TEXT, TOLERANCE, assert_same, difference, export, ours
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
@@ -15,6 +22,8 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 WINDOW, BLOCK = 8, 4
 PROMPTS = (1, WINDOW + 1, 40, LENGTH - 1)
 CHUNKED = (1, 7)
+EOS = 5
+RATIOS = {"initial_cr": 1.0, "final_cr": 16.0, "final_step": 510}
 WRITTEN = ("borrowed", "decision_projection")
 
 
@@ -59,6 +68,7 @@ def theirs(work, folders):
         "dtype": "float32",
         "count": 40,
     }
+    jobs["recipe"] = {"do": "recipe", "eos": EOS, **RATIOS}
     return work("nvidia_worker.py", "DMS_MODEL_OPTIMIZER", "experimental/dms", jobs)
 
 
@@ -102,3 +112,29 @@ def test_as_stored(theirs, folders):
     print(f"bfloat16: decisions alike {alike:.3f}")
     assert alike > 0.95
     assert torch.isfinite(theirs["bfloat16"]["logits"]).all()
+
+
+def test_our_preset_trains_as_its_recipe(theirs):
+    """The values of its configuration file, its loss and its schedule, one step earlier."""
+    root = Path(os.environ["DMS_MODEL_OPTIMIZER"]) / "experimental/dms/configs/qwen3_8b.yaml"
+    stated = yaml.safe_load(root.read_text())
+    ours = compose(["experiment=qwen3_8b_nvidia", "model.path=x", "data.paths=[y]"])
+    method, optim, dms, trainer = ours.method, ours.optim, stated["dms"], stated["hf_trainer"]
+    assert {key: dms[key] for key in RATIOS} == RATIOS
+    assert (method.alpha_scale, method.alpha_offset, method.window, method.tau) == tuple(
+        dms[key] for key in ("alpha_scale", "initial_alpha_offset", "window_size", "tau")
+    )
+    rates = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+    assert [trainer[key] for key in rates] == [
+        *(optim.lr, optim.weight_decay, optim.adam_beta1, optim.adam_beta2, optim.clip_grad)
+    ]
+    assert ours.data.seq_length == stated["data"]["max_length"]
+    retrofit, hold, _ = build_stages(ours.stage, optim.lr_warmup_steps)
+    assert retrofit.steps + hold.steps == trainer["max_steps"]
+    ratios = [retrofit.plan(0, step).target_cr for step in range(retrofit.steps)]
+    assert ratios[:-1] == pytest.approx(theirs["recipe"]["ratios"][1:].tolist())
+    assert ours.loss.kl_direction == "student_teacher"
+    recipe = theirs["recipe"]
+    counts = recipe["tokens"] != EOS
+    loss = kl_student_teacher(recipe["student"].double(), recipe["teacher"].double())[counts].mean()
+    assert recipe["loss"].item() == pytest.approx(loss.item(), rel=1e-5)

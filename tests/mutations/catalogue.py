@@ -103,8 +103,8 @@ MUTATIONS = [
     Mutation(
         "each microbatch weighs the same whatever its mask",
         STEP,
-        "($LOSSES.float() * $BATCH.loss_mask.t()).sum() * $CONTEXT.token_scale",
-        "($LOSSES.float() * $BATCH.loss_mask.t()).sum() / $BATCH.loss_mask.sum().clamp(min=1)",
+        "($LOSSES.float() * $MASK.t()).sum() * $CONTEXT.token_scale",
+        "($LOSSES.float() * $MASK.t()).sum() / $MASK.sum().clamp(min=1)",
         PLAIN + "[cr1_step0]",
     ),
     Mutation(
@@ -458,6 +458,40 @@ MUTATIONS = [
         "self._masks.get($$$PLACE)[1:]",
         "self._masks.get($$$PLACE)[:-1]",
         "tests/unit/data/test_packing.py::test_samples_hold_the_documents_of_their_split_with_their_mask[True]",
+    ),
+    # The start and the end of an annealing
+    Mutation(
+        "the check of the teacher measures the student",
+        "dms_train/mcore/layers/vocabulary_losses.py",
+        "next_token_loss($TEACHER, $$$REST)",
+        "next_token_loss(self.student, $$$REST)",
+        "tests/unit/wiring/test_teacher_check.py::"
+        "test_the_teacher_is_measured_and_not_the_student[lora]",
+        inside="teacher_cross_entropy",
+    ),
+    Mutation(
+        "an early stop keeps the weights of the ratio above the limit",
+        "dms_train/training/loop.py",
+        "components.engine.load(saver.step_path(state.kept_step), with_optimizer=True)",
+        "components.saver.engine.load(saver.step_path(state.step), with_optimizer=True)",
+        "tests/unit/training/test_kl_limit.py::"
+        "test_the_run_holds_and_exports_the_last_ratio_within_the_limit",
+        inside="_return_to_kept",
+    ),
+    # Context parallelism
+    Mutation(
+        "context-parallel ranks draw the noise of the first of them",
+        ATTENTION,
+        "$TP.rank() * $CP.size() + $CP.rank()",
+        "$TP.rank() * $CP.size()",
+        "tests/distributed/test_convert.py::test_every_layout_relaxes_with_the_same_noise[tp2_cp2]",
+    ),
+    Mutation(
+        "every context-parallel rank takes the first positions",
+        "dms_train/mcore/groups.py",
+        "$X.chunk(self.cp_size, 1)[self.cp_rank]",
+        "$X.chunk(self.cp_size, 1)[0]",
+        "tests/distributed/test_parity.py::test_layout_equals_one_process[llama-dms-cp2-packed]",
     ),
     # The scheduler
     Mutation(

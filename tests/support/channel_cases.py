@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture, to_hf_config
@@ -73,6 +74,18 @@ def zeroed(
                 rows = parameter.data.view(a.num_query_groups, heads, d, -1)
                 rows[:, slice(0, 1) if kind == "dms" else slice(None), channel] = 0
     return other
+
+
+@torch.no_grad()
+def next_token_loss(a: Architecture, source: WeightSource, batches: list[Batch]) -> float:
+    """Mean cross-entropy of the loss positions, nats per token."""
+    tokens, labels, mask = (
+        torch.cat([getattr(batch, name) for batch in batches])
+        for name in ("tokens", "labels", "loss_mask")
+    )
+    logits = model_of(a, source)(tokens).logits
+    losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return float((losses * mask).sum() / mask.sum())
 
 
 @torch.no_grad()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.kernels.layers import triton_decide, triton_rope
 from dms_train.kernels.layers.triton_norm import add_norm, rms_norm
-from dms_train.kernels.layers.triton_swiglu import swiglu
+from dms_train.kernels.layers.triton_swiglu import geglu, swiglu
 from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots
@@ -227,13 +228,16 @@ def worst_merge_decision(
     return max(((f - w).abs().max() / w.abs().max().clamp_min(1e-3)).item() for f, w in pairs)
 
 
-def worst_swiglu(device: torch.device) -> float:
-    """Largest error of output and gradient in float32 against float64."""
+def worst_gate(device: torch.device, name: str) -> float:
+    """Largest error of output and gradient of `swiglu` or `geglu` in float32 against float64."""
     generator = torch.Generator(device).manual_seed(2)
     x = torch.randn(5, B, 2 * 1100, device=device, generator=generator)
     given, exact = _leaves(x)
     gate, up = exact.chunk(2, -1)
-    found, wanted = swiglu(given), torch.nn.functional.silu(gate) * up
+    if name == "swiglu":
+        found, wanted = swiglu(given), F.silu(gate) * up
+    else:
+        found, wanted = geglu(given), F.gelu(gate, approximate="tanh") * up
     weights = torch.randn(found.shape, device=device, generator=generator)
     (found * weights).sum().backward()
     (wanted * weights).sum().backward()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import expected_shapes
 
@@ -32,11 +33,23 @@ _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+_GEMMA_NAMES = {
+    **_NAMES,
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA_LAYERS = (
+    *(LayerAttention(rotary_base=10000.0, window=16),) * 5,
+    LayerAttention(rotary_base=100000.0),
+)
 Weights = dict[str, torch.Tensor]
 
 
 def architecture(family: str = "llama", **changes: Any) -> Architecture:
-    """Two layers, 4 query and 2 KV heads of 16."""
+    """Two layers, 4 query and 2 KV heads of 16; for Gemma 3 six layers and heads of 256."""
     values: dict[str, Any] = {
         "family": family,
         "num_layers": 2,
@@ -51,19 +64,27 @@ def architecture(family: str = "llama", **changes: Any) -> Architecture:
         "layernorm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     }
+    if family == "gemma3_text":
+        values |= {"num_layers": 6, "kv_channels": 256, "layers": _GEMMA_LAYERS}
     return Architecture(**{**values, **changes})
 
 
+def gguf_kind(family: str) -> str:
+    """The name of the architecture in llama.cpp."""
+    return {"gemma3_text": "gemma3"}.get(family, family)
+
+
 def weights(a: Architecture) -> Weights:
-    """Random weights by their names in Hugging Face."""
+    """Random weights by their names in Hugging Face; 1 + a norm is exact in float32."""
     generator = torch.Generator().manual_seed(0)
     shapes = expected_shapes(a).items()
-    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes}
+    drawn = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes}
+    return {n: (w * 1024).round() / 1024 if "norm" in n else w for n, w in drawn.items()}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, family: str = "llama") -> str:
     """The name of a tensor in llama.cpp."""
-    for ours, theirs in _NAMES.items():
+    for ours, theirs in (_GEMMA_NAMES if family == "gemma3_text" else _NAMES).items():
         name = name.replace(ours, theirs)
     return name.replace("model.layers.", "blk.")
 
@@ -121,9 +142,13 @@ def metadata(a: Architecture) -> dict[str, Any]:
         "rope.freq_base": a.rotary_base,
         "rope.dimension_count": a.kv_channels,
     }
+    if a.family == "gemma3_text":
+        del own["rope.dimension_count"]
+        sizes = {"key_length": a.kv_channels, "value_length": a.kv_channels, "sliding_window": 16}
+        own |= {f"attention.{key}": size for key, size in sizes.items()}
     return {
         "general.license": "apache-2.0",
-        **{f"{a.family}.{key}": value for key, value in own.items()},
+        **{f"{gguf_kind(a.family)}.{key}": value for key, value in own.items()},
         **tokenizer_metadata(tokenizer()),
     }
 
@@ -141,7 +166,9 @@ def tensors(a: Architecture, values: Weights) -> dict[str, np.ndarray]:
     heads = {"attn_q": a.num_attention_heads, "attn_k": a.num_query_groups}
     stored = {}
     for name, tensor in values.items():
-        theirs, rows = gguf_name(name), tensor.numpy()
+        theirs, rows = gguf_name(name, a.family), tensor.numpy()
+        if a.family == "gemma3_text" and "norm" in name:
+            rows = rows + 1
         kind = theirs.split(".")[-2]
         if a.family == "llama" and kind in heads:
             rows = permuted(rows, heads[kind])
@@ -162,7 +189,7 @@ def write(
     import gguf
 
     facts = {**metadata(a), **{key.replace("__", "."): v for key, v in changes.items()}}
-    writer = gguf.GGUFWriter(path, str(facts.pop("general.architecture", a.family)))
+    writer = gguf.GGUFWriter(path, str(facts.pop("general.architecture", gguf_kind(a.family))))
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     adders |= {str: writer.add_string, list: writer.add_array}
     for key, value in facts.items():

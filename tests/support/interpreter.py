@@ -2,7 +2,8 @@
 
 It looks through the modules of the language for functions to replace at every launch and at every
 call of a kernel's functions, but their names do not change. It computes whether a sum or a product
-of integers overflows, and asserts it in debug mode only. Without both it takes half of the time.
+of integers overflows, and asserts it in debug mode only. It describes the shape and the type of
+every value anew, though a kernel has few of them. Without that it takes a quarter of the time.
 
 Where rounding to FP8 reaches the next power of two, it loses the carry, so that 1.99 becomes 1
 (https://github.com/triton-lang/triton/pull/11897, not merged); torch rounds there instead.
@@ -11,18 +12,29 @@ Where rounding to FP8 reaches the next power of two, it loses the carry, so that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+_OPTIONS = ("allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod")
 
+
+@functools.cache
 def leave_out_idle_work() -> None:
     """For all kernels of this process; nothing changes where triton is built otherwise."""
     _find_functions_once()
+    _replace_functions_once_a_launch()
+    _call_functions_directly()
+    _keep_types()
+    _convert_different_types_only()
+    _compare_types_by_identity_first()
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if hasattr(options, "sanitize_overflow") and not options.debug:
@@ -42,9 +54,13 @@ def round_fp8_to_nearest() -> None:
     interpreter._convert_float = rounded
 
 
+def _has_parameters(function: Any, *names: str) -> bool:
+    return function is not None and [*inspect.signature(function).parameters] == [*names]
+
+
 def _find_functions_once() -> None:
     search = getattr(interpreter, "_patch_builtin", None)
-    if search is None or [*inspect.signature(search).parameters] != ["pkg", "builder", "scope"]:
+    if not _has_parameters(search, "pkg", "builder", "scope"):
         return
     places = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
     names = {
@@ -62,3 +78,118 @@ def _find_functions_once() -> None:
                 interpreter._patch_attr(pkg, name, member, builder, scope)
 
     interpreter._patch_builtin = replace_known
+
+
+def _replace_functions_once_a_launch() -> None:
+    """A function that a kernel calls finds the language as the kernel's launch has replaced it."""
+    replace = getattr(interpreter, "_patch_lang", None)
+    scope_type = getattr(interpreter, "_LangPatchScope", None)
+    if not _has_parameters(replace, "fn") or scope_type is None:
+        return
+    named_by: dict[Any, set[ModuleType]] = {}
+    replaced: set[ModuleType] = set()
+
+    class Scope(scope_type):  # type: ignore[misc, valid-type]
+        def restore(self) -> None:
+            super().restore()
+            replaced.clear()
+
+    def replace_new(fn: Any) -> Any:
+        if fn not in named_by:
+            values = fn.__globals__.values()
+            named_by[fn] = {value for value in values if value is tl or value is tl.core}
+        if named_by[fn] <= replaced:
+            return Scope()
+        scope = replace(fn)
+        replaced.update(named_by[fn])
+        return scope
+
+    interpreter._LangPatchScope = Scope
+    interpreter._patch_lang = replace_new
+
+
+def _call_functions_directly() -> None:
+    """Without a wrapper of its own, which checks that the argument is there that is passed here."""
+    if not _has_parameters(interpreter._patch_attr, "obj", "name", "member", "builder", "scope"):
+        return
+    checks = tl.core.program_id.__code__  # the code of every function that `builtin` wraps
+
+    def replace(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = replace
+
+
+def _keep_types() -> None:
+    """One object for each type of a block, and what a tensor says of its type computed once."""
+    blocks: dict[tuple[Any, ...], Any] = {}
+    of_numpy: dict[str, np.dtype[Any]] = {}
+    describe, describe_block = tl.tensor.__init__, tl.block_type.__init__
+    find = interpreter._get_np_dtype
+
+    def block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        key = (element_ty.name, *sizes)
+        if key not in blocks:
+            described = object.__new__(cls)
+            describe_block(described, element_ty, shape)
+            blocks[key] = described
+        return blocks[key]
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        known = type.__dict__.get("_tensor_values")
+        if known is None:
+            describe(self, handle, type)
+            type._tensor_values = {k: v for k, v in self.__dict__.items() if k != "handle"}
+        else:
+            self.__dict__.update(known)
+            self.handle = handle
+
+    def numpy_type(tt_dtype: Any) -> np.dtype[Any]:
+        if tt_dtype.name not in of_numpy:
+            of_numpy[tt_dtype.name] = find(tt_dtype)
+        return of_numpy[tt_dtype.name]
+
+    tl.block_type.__new__ = block
+    tl.block_type.__init__ = lambda self, element_ty, shape: None
+    tl.tensor.__init__ = tensor
+    interpreter._get_np_dtype = numpy_type
+
+
+def _convert_different_types_only() -> None:
+    """Operands of one type are taken as they are, except pointers and those of a division."""
+    convert = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def convert_different(
+        self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool
+    ) -> tuple[Any, Any]:
+        divides = named.get("div_or_mod", len(options) == 4)
+        kept = not divides and isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        if kept and lhs.type is rhs.type and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return convert(self, lhs, rhs, *options, **named)
+
+    def broadcast_different(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        left, right = lhs.type, rhs.type
+        blocks = left.is_block(), right.is_block()
+        if blocks == (False, False) or (all(blocks) and [*left.shape] == [*right.shape]):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    if _has_parameters(convert, "self", "lhs", "rhs", *_OPTIONS):
+        TritonSemantic.binary_op_type_checking_impl = convert_different
+    if _has_parameters(broadcast, "self", "lhs", "rhs"):
+        TritonSemantic.broadcast_impl_value = broadcast_different
+
+
+def _compare_types_by_identity_first() -> None:
+    equal = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)

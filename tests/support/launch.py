@@ -1,4 +1,4 @@
-"""Starts real multi-process runs: torchrun on this machine, one CPU thread a process."""
+"""Starts commands in processes of their own, with one CPU thread each."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
-def python(*arguments: str, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run one Python process; never raises on its exit code."""
+def python(
+    *arguments: str, timeout: float = 300, folder: Path = ROOT, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one Python process in a folder; never raises on its exit code."""
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment(**extra),
-        cwd=ROOT,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -75,7 +77,7 @@ def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def module(
-    name: str, *arguments: str, timeout: float = 300, **extra: str
+    name: str, *arguments: str, timeout: float = 300, folder: Path = ROOT, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """As `python("-m", ...)`, in a fork of a process that has imported torch and megatron already.
 
@@ -83,7 +85,7 @@ def module(
     """
     address = fork_server()
     if address is None:
-        return python("-m", name, *arguments, timeout=timeout, **extra)
+        return python("-m", name, *arguments, timeout=timeout, folder=folder, **extra)
     with (
         open(os.devnull) as nothing,
         tempfile.TemporaryFile("w+") as out,
@@ -91,7 +93,7 @@ def module(
     ):
         streams = (nothing.fileno(), out.fileno(), err.fileno())
         words = environment(**extra)
-        started = Started(address, name, list(arguments), words, ROOT, streams)
+        started = Started(address, name, list(arguments), words, folder, streams)
         try:
             code = started.wait(timeout)
         except BaseException as error:
@@ -102,16 +104,6 @@ def module(
             raise
         texts = [stream.seek(0) or stream.read() for stream in (out, err)]
         return subprocess.CompletedProcess(["-m", name, *arguments], code, *texts)
-
-
-def torchrun(
-    processes: int, *arguments: str, timeout: float = 300, **extra: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `arguments` in that many ranks; one process is started plainly."""
-    if processes == 1:
-        return python(*arguments, timeout=timeout, **extra)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return python(*launcher, *arguments, timeout=timeout, **extra)
 
 
 class Ended(Protocol):

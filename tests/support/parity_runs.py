@@ -65,8 +65,8 @@ def _lengths(batch: Batch) -> list[list[int]]:
 
 def _groups_of(case: dict[str, Any]) -> list[int | None]:
     """Return the sizes that decide a layout's process groups, which take long to make on GPUs."""
-    kinds = ("tensor", "pipeline", "virtual_pipeline", "expert")
-    return [case["layout"].get(f"{kind}_model_parallel_size") for kind in kinds]
+    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "context")
+    return [case["layout"].get(f"{kind}_parallel_size") for kind in kinds]
 
 
 MIXED = TokenLoss(

@@ -32,8 +32,8 @@ def wait_for_pause(folder: Path, ranks: int, running: Callable[[], bool]) -> Non
         time.sleep(0.02)
 
 
-def main() -> None:
-    step, folder = int(sys.argv[1]), Path(sys.argv[2])
+def train_with_pause(step: int, folder: Path, *words: str) -> None:
+    """Run `dms-train WORDS` in this process."""
     take_step = McoreEngine.train_step
 
     def waits_before(engine: McoreEngine, plan: Any, *further: Any) -> Any:
@@ -42,7 +42,7 @@ def main() -> None:
         return take_step(engine, plan, *further)
 
     McoreEngine.train_step = waits_before  # type: ignore[method-assign]
-    sys.argv = ["dms-train", *sys.argv[3:]]
+    sys.argv = ["dms-train", *words]
     train.main()
 
 
@@ -63,4 +63,4 @@ def _also_continue(handler: Any, folder: Path) -> Callable[[int, FrameType | Non
 
 
 if __name__ == "__main__":
-    main()
+    train_with_pause(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

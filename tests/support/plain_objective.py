@@ -164,7 +164,8 @@ def forward(
     noise: Tensor,
 ) -> tuple[Tensor, _Decided]:
     """Logits [b, t, vocabulary] and what the decisions of all layers sum up to."""
-    hidden = weights["model.embed_tokens.weight"][tokens]
+    gemma = a.family == "gemma3_text"
+    hidden = weights["model.embed_tokens.weight"][tokens] * (a.hidden_size**0.5 if gemma else 1)
     total = _Decided(*(torch.zeros(len(tokens), dtype=torch.float64) for _ in range(3)))
     for layer in range(a.num_layers):
         prefix = f"model.layers.{layer}."
@@ -172,16 +173,32 @@ def forward(
         normed = _rms_norm(hidden, own["input_layernorm.weight"], a)
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
         attended, decided = _attention(alone, spec, plan, own, normed, noise[layer])
+        if gemma:
+            attended = _rms_norm(attended, own["post_attention_layernorm.weight"], a)
         hidden = hidden + attended
         total = _Decided(*(x + y for x, y in zip(total, decided, strict=True)))
-        normed = _rms_norm(hidden, own["post_attention_layernorm.weight"], a)
+        before_mlp = "pre_feedforward" if gemma else "post_attention"
+        normed = _rms_norm(hidden, own[f"{before_mlp}_layernorm.weight"], a)
         gate, up = (normed @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+        update = ((_gelu if gemma else _silu)(gate) * up) @ own["mlp.down_proj.weight"].T
+        if gemma:
+            update = _rms_norm(update, own["post_feedforward_layernorm.weight"], a)
+        hidden = hidden + update
     head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
     return _rms_norm(hidden, weights["model.norm.weight"], a) @ weights[head].T, total
 
 
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """With the tanh approximation."""
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
 def _rms_norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
+    weight = 1 + weight if a.family == "gemma3_text" else weight
     return weight * x / (x.square().mean(-1, keepdim=True) + a.layernorm_epsilon).sqrt()
 
 
@@ -208,7 +225,9 @@ def _attention(
         bias = torch.zeros(1, 1, t, t).double().masked_fill((age < 0) | (age >= window), -math.inf)
         decided = _Decided(*torch.zeros(3, b, dtype=torch.float64))
         q, k = _rope(a, q), _rope(a, k)
-    scores = torch.einsum("bigrd,bjgd->bgrij", q, k) / math.sqrt(d) + bias[:, :, None]
+    scores = (
+        torch.einsum("bigrd,bjgd->bgrij", q, k) / math.sqrt(a.query_scalar or d) + bias[:, :, None]
+    )
     out = torch.einsum("bgrij,bjgd->bigrd", scores.softmax(-1), v).reshape(b, t, -1)
     return out @ own["self_attn.o_proj.weight"].T, decided
 
@@ -256,8 +275,8 @@ def _rope(a: Architecture, x: Tensor) -> Tensor:
     """Rotary embedding of x [b, t, ..., d] in the first layer of `a`, halves against each other."""
     if a.layers[0].rotary_base is None:
         return x
-    half = x.shape[-1] // 2
-    frequencies = [_scaled(a, a.rotary_base ** (-n / half)) for n in range(half)]
+    half, base = x.shape[-1] // 2, a.layers[0].rotary_base
+    frequencies = [_scaled(a, base ** (-n / half)) for n in range(half)]
     angle = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(frequencies).double()
     angle = angle.view(1, x.shape[1], *[1] * (x.dim() - 3), half)
     first, second = x[..., :half], x[..., half:]
@@ -269,10 +288,12 @@ def _rope(a: Architecture, x: Tensor) -> Tensor:
 
 
 def _scaled(a: Architecture, frequency: float) -> float:
-    """Llama 3's rule: long waves are stretched by the factor, those between only partly."""
+    """Stretch all waves, or by Llama 3's rule long ones by the factor and those between partly."""
     rule = a.rope_scaling
-    if rule is None:
+    if rule is None or a.layers[0].window is not None:
         return frequency
+    if rule.rope_type == "linear":
+        return frequency / rule.factor
     turns = rule.original_max_position_embeddings * frequency / (2 * math.pi)
     if turns > rule.high_freq_factor:
         return frequency

@@ -25,6 +25,7 @@ from dms_train.kernels import dispatch
 from dms_train.mcore import engine as engine_module
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.layers.context import sequence_shards
 from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
 from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
@@ -93,10 +94,10 @@ def _batches(case: dict[str, Any]) -> list[Batch]:
     return [one] * case["microbatches"]
 
 
-def _layer_bytes(engine: McoreEngine, case: dict[str, Any], parallel: ParallelOptions) -> int:
+def _layer_bytes(engine: McoreEngine, case: dict[str, Any]) -> int:
     """Bytes that the first layer of this rank keeps."""
     model = engine._models[0].train()
-    shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    shards = sequence_shards(engine._config)
     shape = (case["length"] // shards, case["samples"], SIZES["hidden_size"])
     dtype = engine._config.params_dtype
     hidden = torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -112,9 +113,9 @@ def _layer_bytes(engine: McoreEngine, case: dict[str, Any], parallel: ParallelOp
 def step_bytes(case: dict[str, Any]) -> dict[str, int]:
     """Bytes of the model, the most that a step adds to them, and what one layer keeps."""
     parallel = ParallelOptions(**case["parallel"])
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    rank = case["stage"] * tp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp)
+    world_size = parallel.ranks_per_copy
+    rank = case["stage"] * (world_size // parallel.pipeline_model_parallel_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     view = groups.start(parallel, seed=1)
     a = configs.architecture(**SIZES, **case["architecture"])
     spec = PRESETS[case["method"]]
@@ -137,7 +138,7 @@ def step_bytes(case: dict[str, Any]) -> dict[str, int]:
         plan = StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0, loss=loss)
         engine.forward_backward(plan, _batches(case))
         peak = live.peak
-    kept = _layer_bytes(engine, case, parallel)
+    kept = _layer_bytes(engine, case)
     groups.stop()
     return {"fixed": fixed, "step": peak - fixed, "layer": kept}
 

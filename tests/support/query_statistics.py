@@ -32,7 +32,7 @@ def statistics_file(layers: int, heads: int, size: int, frequency: tuple[float, 
 def tiny_statistics() -> str:
     """File for the small Llama of the inference tests."""
     a = tiny_architecture("llama")
-    frequency = rotary_frequencies(a, torch.device("cpu"))
+    frequency = rotary_frequencies(a, a.rotary_base, torch.device("cpu"))
     return statistics_file(
         a.num_layers, a.num_attention_heads, a.kv_channels, tuple(frequency.tolist())
     )

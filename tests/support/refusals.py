@@ -201,6 +201,7 @@ def _overrides(model: Path, data: Path, run: Path, changes: tuple[str, ...]) -> 
         f"run.dir={run}",
         "run.save_interval=1",
         "run.keep_checkpoints=9",
+        "run.check_teacher=false",  # random weights
         "run.eval_samples=2",
         "observe=quiet",
         "observe.progress=false",
@@ -266,8 +267,8 @@ def run_as(world_size: int) -> Runner:
 
 
 def run_alone(words: list[str]) -> Outcome:
-    """A process of its own, as a user starts it."""
-    done = launch.python("-m", module(words[0]), *words[1:])
+    """A process of its own."""
+    done = launch.module(module(words[0]), *words[1:])
     return Outcome(code=done.returncode, stderr=done.stderr)
 
 

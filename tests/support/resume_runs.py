@@ -25,13 +25,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
     "pp2_vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
     # of a model with experts
     "moe_ep2": {"expert_model_parallel_size": 2},
     "moe_tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
 SAME = [
-    *((layout, dtype) for dtype in ("fp32", "bf16") for layout in ("dp2", "tp2", "tp2_sp")),
-    ("pp2_vp2", "fp32"),
+    *((layout, "fp32") for layout in ("dp2", "tp2", "tp2_sp", "pp2_vp2", "cp2")),
+    *((layout, "bf16") for layout in ("dp2", "tp2_sp")),
     ("moe_ep2", "fp32"),
 ]
 # saved in one layout, continued in another
@@ -41,7 +42,8 @@ OTHER = (
     ("dp2", "tp2_sp", "fp32"),
     ("dp2", "pp2_vp2", "fp32"),
     ("pp2_vp2", "tp2", "fp32"),
-    ("tp2", "dp2", "bf16"),
+    ("cp2", "tp2", "fp32"),
+    ("tp2_sp", "dp2", "bf16"),
     ("dp2", "pp2", "bf16"),
     ("moe_ep2", "moe_tp2_sp", "fp32"),
 )

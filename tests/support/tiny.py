@@ -16,7 +16,10 @@ LENGTH = 24
 
 
 def architecture(family: str, **changes: object) -> Architecture:
-    """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied; SmolLM3 partly NoPE."""
+    """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied.
+
+    SmolLM3 has RoPE in every second layer, Gemma 3 a window and another base in every second one.
+    """
     values: dict[str, object] = {
         "family": family,
         "num_layers": 4,
@@ -24,7 +27,7 @@ def architecture(family: str, **changes: object) -> Architecture:
         "ffn_hidden_size": 48,
         "num_attention_heads": 8,
         "num_query_groups": 4,
-        "kv_channels": 16 if family == "qwen3" else 4,
+        "kv_channels": 16 if family in ("gemma3_text", "qwen3") else 4,
         "vocab_size": VOCAB,
         "max_position_embeddings": 64,
         "rotary_base": 10000.0,
@@ -36,6 +39,9 @@ def architecture(family: str, **changes: object) -> Architecture:
     if family == "smollm3":
         rotated = [layer % 2 == 1 for layer in range(values["num_layers"])]
         values["layers"] = tuple(LayerAttention(rotary_base=1e4 if r else None) for r in rotated)
+    if family == "gemma3_text":
+        local = LayerAttention(rotary_base=1e2, window=7)
+        values["layers"] = (local, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)
     return Architecture(**values)
 
 

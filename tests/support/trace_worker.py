@@ -35,9 +35,12 @@ LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
     "tied_dp16": (1, 1, None, False, None),
     "ep2": (1, 1, None, False, None),
     "tp2_ep2_full": (2, 1, None, True, "full"),
+    "cp4_tp2": (2, 1, None, True, None),
 }
 # Ranks that share experts, in the layouts of a model with experts.
 EXPERT_RANKS = {"ep2": 2, "tp2_ep2_full": 2}
+# Ranks that share the positions of a sample.
+CONTEXT_RANKS = {"cp4_tp2": 4}
 EXPERTS = Experts(count=16, topk=2, ffn_hidden_size=64, normalize=True)
 
 
@@ -55,6 +58,7 @@ def config(layout: str, **changes: Any) -> RunConfig:
         parallel__pipeline_model_parallel_size=pp,
         parallel__virtual_pipeline_model_parallel_size=vp,
         parallel__num_layers_in_first_pipeline_stage=5 if layout.startswith("uneven") else None,
+        parallel__context_parallel_size=CONTEXT_RANKS.get(layout, 1),
         parallel__expert_model_parallel_size=EXPERT_RANKS.get(layout, 1),
         parallel__sequence_parallel=sequence,
         parallel__recompute_granularity="selective" if recompute == "mlp" else recompute,
@@ -70,13 +74,13 @@ def compared(layout: str) -> dict[str, Any]:
     """Bytes that the first and last stage send, by group, and what the plan counts."""
     made, model = config(layout), architecture(layout)
     stages = stages_of(made, model, WORLD_SIZE)
-    ends = {}
-    for end, stage in (("first", 0), ("last", len(stages) - 1)):
+    found = {}
+    for stage in sorted({0, len(stages) - 1}):
         sent: dict[str, float] = {}
         for collective, traffic in collectives.trace(made, model, WORLD_SIZE, stage).items():
             sent[collective.group] = sent.get(collective.group, 0.0) + traffic.sent_bytes
-        ends[end] = {"sent": sent, "planned": sent_bytes(stages[stage])._asdict()}
-    return ends
+        found[stage] = {"sent": sent, "planned": sent_bytes(stages[stage])._asdict()}
+    return {"first": found[0], "last": found[len(stages) - 1]}
 
 
 def whole() -> dict[str, Any]:

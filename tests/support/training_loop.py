@@ -93,7 +93,12 @@ class FakeParts:
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
         self.events.append(("evaluate", plan, batches))
-        return _measured(plan)
+        result = _measured(plan)
+        return replace(result, terms={name: self.kl(plan) for name in result.terms})
+
+    def kl(self, plan: StepPlan) -> float:
+        """Return the token loss of an evaluation."""
+        return RESULT.terms["kl"]
 
     def reset_eviction_channel(self) -> None:
         self.events.append(("reset_channel",))

@@ -62,7 +62,9 @@ def _with_rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
     Exports state the rule in `rope_parameters` alone: with both keys, AutoTokenizer of
     transformers 5 could not read their config.json without this code.
     """
-    rule = {k: v for k, v in (values.get("rope_parameters") or {}).items() if k != "rope_theta"}
+    stated = values.get("rope_parameters") or {}
+    stated = stated.get("full_attention", stated)  # Gemma 3 states a rule for each type of layer
+    rule = {k: v for k, v in stated.items() if k != "rope_theta"}
     if values.get("rope_scaling") is None and rule.get("rope_type", "default") != "default":
         return {**values, "rope_scaling": rule}
     return values

@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
+from .adapter_dms import AdapterLoading
 from .configuration_dms import DMSNumbers, dms_numbers
 from .generation_dms import DMSCache
 from .pages_dms import block_queries
@@ -198,6 +199,8 @@ class DMSAttention(_Mixed):
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):
             tokens = (key, value, decisions)
+            if self.scaling != self.head_dim**-0.5:  # by which the cache multiplies scores
+                query = query * (self.scaling * self.head_dim**0.5)
             output = past_key_values.attend(self.layer_idx, query, tokens, attention_mask)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None
         key, value, decisions = self._remember(key, value, decisions, past_key_values)
@@ -244,7 +247,7 @@ def _columns_only(
     return args, {**kwargs, "attention_mask": mask.to(tokens.device).bool()[:, None, None]}
 
 
-class DMSForCausalLM(_Mixed):
+class DMSForCausalLM(AdapterLoading):
     """Mixin for the model class of a family: other attention layers, and access to decisions.
 
     `forward` stays the family's: `generate` reads its signature.

@@ -30,6 +30,8 @@ class ExportedModel:
         block_size: Tokens per page of NVIDIA's paged cache.
         cr_factor: Measured number of tokens seen per slot held, or None.
         provenance: JSON values that state where the weights come from.
+        adapter_base: Directory or hub id of the base model, if adapters of it are all that was
+            trained; otherwise None.
     """
 
     architecture: Architecture
@@ -39,6 +41,7 @@ class ExportedModel:
     block_size: int
     cr_factor: float | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    adapter_base: str | None = None
 
     def record(self) -> dict[str, Any]:
         """Return the origin of the weights and how far they were compressed."""
@@ -107,7 +110,8 @@ class ExportFormat:
         name: Name in `stage.export.format`, and of the module.
         consumer: Program that reads the format, as messages name it.
         method: Name of the only method that the format supports.
-        preset: Preset of the method whose exports have this format unless another is configured.
+        preset: Preset of the method whose exports have this format unless another is configured;
+            None for a format that is only chosen by name.
         dtype: The only accepted dtype of weights, by torch's name; None accepts any.
         config_keys: Function that returns the keys to set in config.json.
         read: Function that reads what a directory in this format states; None for another format.
@@ -123,7 +127,7 @@ class ExportFormat:
 
     name: str
     consumer: str
-    preset: str
+    preset: str | None
     config_keys: Callable[[ExportedModel], dict[str, Any]]
     read: Callable[[Path, dict[str, Any], bool], Stated | None]
     method: str = "dms"

@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated, read_block
+from dms_train.hf.side_files import is_adapter
 
 
 def nested_format(method: str) -> ExportFormat:
     """Describe the format of a method's exports."""
 
     def read(directory: Path, config: dict[str, Any], decision_projection: bool) -> Stated | None:
-        return read_block(directory, config, method)
+        return None if is_adapter(directory) else read_block(directory, config, method)
 
     return ExportFormat(
         name=method,
         consumer="this project",
         method=method,
         preset=method,
-        config_keys=_config_keys,
+        config_keys=nested_keys,
         read=read,
     )
 
 
-def _config_keys(model: ExportedModel) -> dict[str, Any]:
+def nested_keys(model: ExportedModel) -> dict[str, Any]:
     """Set one nested key, and a model_type that is not registered in transformers."""
     method = model.spec.kind
     return {

@@ -50,13 +50,26 @@ class AttentionInputs(NamedTuple):
     angles: dict[float | None, list[Angles]]
 
 
-def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
-    """Return the RoPE frequencies of `a.rotary_base` in radians per position, float32 [d / 2]."""
+def rotary_frequencies(a: Architecture, base: float | None, device: torch.device) -> Tensor:
+    """Return the RoPE frequencies of layers with this base in radians per position.
+
+    Args:
+        a: The model, whose scaling is a rule for `a.rotary_base`.
+        base: Base of RoPE; None for layers without RoPE, whose frequencies are zero.
+        device: Device of the result.
+
+    Returns:
+        float32 [d / 2].
+    """
     even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=device)
-    frequency = 1.0 / a.rotary_base ** (even.float() / a.kv_channels)
+    if base is None:
+        return torch.zeros_like(even, dtype=torch.float32)
+    frequency = 1.0 / base ** (even.float() / a.kv_channels)
     rule = a.rope_scaling
-    if rule is None:
+    if rule is None or base != a.rotary_base:
         return frequency
+    if rule.rope_type == "linear":
+        return frequency / rule.factor
     turns = rule.original_max_position_embeddings * frequency / (2 * math.pi)
     share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
     share = share.clamp(0, 1)
@@ -65,14 +78,12 @@ def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
 
 def layer_frequencies(a: Architecture, device: torch.device) -> Tensor:
     """Return the RoPE frequencies of every layer, [layers, d / 2]; 0 in layers without RoPE."""
-    frequency = rotary_frequencies(a, device)
-    still = torch.zeros_like(frequency)
     layers = a.attention_layers
-    return torch.stack([still if layer.rotary_base is None else frequency for layer in layers])
+    return torch.stack([rotary_frequencies(a, layer.rotary_base, device) for layer in layers])
 
 
 def rotary_tables(
-    a: Architecture, position: Tensor, dtype: torch.dtype, *, turns: bool = True
+    a: Architecture, position: Tensor, dtype: torch.dtype, base: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of RoPE, [t, 1, 1, d] each, for int64 positions [t].
 
@@ -80,18 +91,18 @@ def rotary_tables(
         a: The model.
         position: Positions.
         dtype: Dtype of the tables.
-        turns: False for layers without RoPE, whose angles are zero.
+        base: Base of RoPE; None for layers without RoPE, whose angles are zero.
     """
-    frequencies = rotary_frequencies(a, position.device)
-    if not turns:
-        frequencies = torch.zeros_like(frequencies)
-    angle = position[:, None].float() * frequencies
+    angle = position[:, None].float() * rotary_frequencies(a, base, position.device)
     angle = torch.cat([angle, angle], -1)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension, at least in float32."""
+    """Root-mean-square normalisation over the last dimension, at least in float32.
+
+    A weight of a wider dtype than the input multiplies before the result is rounded.
+    """
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -100,11 +111,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., size]."""
-        if x.is_cuda:
+        same = self.weight.dtype == x.dtype
+        if x.is_cuda and same:
             return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        if x.is_cuda and dispatch.is_supported(x.device):
+            return dispatch.triton_kernels().add_norm(x, None, self.weight, self.epsilon)[1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * wide.to(x.dtype) if same else (self.weight * wide).to(x.dtype)
 
     def added(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream plus an update, and its norm, [t, size] each."""
@@ -123,17 +137,26 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(x: Tensor) -> Tensor:
+    """Return gelu(x[:, :f]) * x[:, f:] for x [t, 2 f], with the tanh approximation."""
+    if x.is_cuda and dispatch.is_supported(x.device):
+        return dispatch.triton_kernels().geglu(x)
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class MLP(nn.Module):
-    """SwiGLU."""
+    """Gated MLP."""
 
     def __init__(self, a: Architecture) -> None:
         super().__init__()
+        self.gate = swiglu if a.described.activation == "silu" else geglu
         self.gate_up_proj = nn.Linear(a.hidden_size, 2 * a.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(a.ffn_hidden_size, a.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update [t, c] of x [t, c]."""
-        update: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
+        update: Tensor = self.down_proj(self.gate(self.gate_up_proj(x)))
         return update
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.tensors import embedding_scale
 from dms_train.inference.cache.interface import KVCache, rotation_table
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import (
@@ -53,6 +54,28 @@ class DecoderLayer(nn.Module):
         return x, residual, reads
 
 
+class SandwichLayer(DecoderLayer):
+    """Layer that normalises the updates of attention and MLP before it adds them."""
+
+    def __init__(
+        self, a: Architecture, spec: MethodSpec | None, layer: int, decision_projection: bool
+    ) -> None:
+        super().__init__(a, spec, layer, decision_projection)
+        self.pre_feedforward_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
+        self.post_feedforward_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the layer; arguments and results are those of `DecoderLayer`."""
+        update, reads = self.self_attn(x, residual, inputs)
+        update = self.post_attention_layernorm(update)
+        residual, x = self.pre_feedforward_layernorm.added(residual, update)
+        update = self.post_feedforward_layernorm(self.mlp(x))
+        residual, x = following.added(residual, update)
+        return x, residual, reads
+
+
 class Decoder(nn.Module):
     """Decoder that computes hidden states from token ids, through a cache.
 
@@ -74,9 +97,8 @@ class Decoder(nn.Module):
         # without initial values: on the meta device torch would import Dynamo to draw them
         embeddings = torch.empty(a.vocab_size, a.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        layers = (
-            DecoderLayer(a, spec, number, decision_projection) for number in range(a.num_layers)
-        )
+        kind = SandwichLayer if a.described.sandwich_norms else DecoderLayer
+        layers = (kind(a, spec, number, decision_projection) for number in range(a.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
         self.lm_head = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
@@ -92,6 +114,8 @@ class Decoder(nn.Module):
             Hidden states [t, c] and slots read, int64 [layers, sequences, kv_heads].
         """
         residual = self.embed_tokens(batch.tokens)
+        if self.architecture.described.scaled_embeddings:
+            residual = residual * embedding_scale(self.architecture, residual.dtype)
         bases = {layer.self_attn.rotary_base for layer in self.decoder_layers}
         angles = {base: self._angles(batch, residual.dtype, base) for base in bases}
         inputs = AttentionInputs(cache, batch.micro_batches, angles)
@@ -104,8 +128,7 @@ class Decoder(nn.Module):
 
     def _angles(self, batch: TokenBatch, dtype: torch.dtype, base: float | None) -> list[Angles]:
         """Return RoPE of each micro-batch for the layers with this base."""
-        turns = base is not None
-        cos, sin = rotary_tables(self.architecture, batch.position, dtype, turns=turns)
+        cos, sin = rotary_tables(self.architecture, batch.position, dtype, base)
         angles = []
         for micro_batch in batch.micro_batches:
             own = micro_batch.take(cos), micro_batch.take(sin)

@@ -19,7 +19,7 @@ from torch import Tensor
 from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import DecodeInputs
 from dms_train.inference.models.blocks import MLP, RMSNorm, rotary_tables
-from dms_train.inference.models.decoder import Decoder, DecoderLayer
+from dms_train.inference.models.decoder import Decoder, DecoderLayer, SandwichLayer
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.kernels.layers.types import EmbeddingTables, LinearWorkspace, NormedInput
@@ -32,9 +32,9 @@ _CACHED_BYTES = 16 * 2**20  # weights that stay in the L2 cache of an H100 or H2
 def can_fuse(decoder: Decoder, sequences: int) -> bool:
     """Return whether the kernels support a step of this many sequences, and are as fast as torch.
 
-    They do not support decision projections, experts, nor GPUs with too little shared memory. With
-    more sequences than a program takes, products read their weights several times. These must then
-    fit into the L2 cache.
+    They do not support decision projections, experts, norms of updates, nor GPUs with too little
+    shared memory. With more sequences than a program takes, products read their weights several
+    times. These must then fit into the L2 cache.
     """
     device = decoder.embed_tokens.weight.device
     if device.type == "cuda":
@@ -46,7 +46,7 @@ def can_fuse(decoder: Decoder, sequences: int) -> bool:
     layers = decoder.decoder_layers
     mlp = layers[0].mlp
     projected = any(layer.self_attn.decision_projection for layer in layers)
-    if projected or not isinstance(mlp, MLP):
+    if projected or not isinstance(mlp, MLP) or isinstance(layers[0], SandwichLayer):
         return False
     weights = [decoder.lm_head.weight, mlp.gate_up_proj.weight]
     return sequences <= _SEQUENCES or max(weight.nbytes for weight in weights) <= _CACHED_BYTES
@@ -94,7 +94,8 @@ class FusedDecoder:
         self._decoder, self._cache = decoder, cache
         self._kernels = dispatch.triton_kernels()
         position = torch.arange(longest, device=embedding.device)
-        angles = rotary_tables(decoder.architecture, position, embedding.dtype)
+        a = decoder.architecture
+        angles = rotary_tables(a, position, embedding.dtype, a.rotary_base)
         self._cos, self._sin = (table.view(longest, -1) for table in angles)
         self._layers = decoder.decoder_layers
         self._buffers: dict[int, _Buffers] = {}

@@ -143,10 +143,22 @@ def _assign(
         tensors = [_converted(reader, stored, dtype, device) for stored in sources]
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         weights[name] = whole.view(weight.shape)
+        if architecture.described.centered_norms and name.endswith("norm.weight"):
+            weights[name] = _gain(name, whole, architecture)
     if architecture.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)
     decoder.requires_grad_(False)
+
+
+def _gain(name: str, weight: Tensor, a: Architecture) -> Tensor:
+    """Return the factors 1 + weight of a norm, at least in float32.
+
+    The caches divide scores by the root of the head size. The norm of the keys makes up for another
+    softmax scale.
+    """
+    gain = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return gain * (a.softmax_scale * a.kv_channels**0.5) if "k_norm" in name else gain
 
 
 def _converted(reader: WeightReader, name: str, dtype: torch.dtype, device: str) -> Tensor:

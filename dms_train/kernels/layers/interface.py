@@ -67,6 +67,10 @@ class LayerKernels(Protocol):
         """Return silu(x[..., :f]) * x[..., f:] for x [..., 2 f], computed in float32."""
         ...
 
+    def geglu(self, x: Tensor) -> Tensor:
+        """Return gelu(x[..., :f]) * x[..., f:], with the tanh approximation, as `swiglu`."""
+        ...
+
     def normed_input(self, residual: Tensor, epsilon: float) -> NormedInput:
         """Allocate the normalised input of products, for a residual stream [m, c]."""
         ...

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,23 @@ from torch import Tensor
 
 from dms_train.mcore.options import Trainable
 from dms_train.method.layer import MethodLayer
+
+
+class LowRank(NamedTuple):
+    """Change of a Hugging Face projection: `scale * up @ down`, in float32.
+
+    Attributes:
+        down: A of all ranks [rank, inputs].
+        up: B of all ranks [outputs, rank].
+        bias: Bias that replaces the frozen one [outputs]; None if it does not change.
+        replaced: Frozen rows that are replaced [rows, inputs], in order and in their own dtype.
+    """
+
+    down: Tensor
+    up: Tensor
+    bias: Tensor | None
+    replaced: Tensor
+
 
 _LORA, _CHANNEL = "lora_", "channel_"  # prefixes of the trained parameters
 _OUTPUT = "o"
@@ -121,6 +138,27 @@ class _Adapted(torch.nn.Module):
         self._frozen.clear()
         self.active = True
 
+    def low_rank(self) -> Iterator[tuple[str, LowRank]]:
+        """Yield the change of every projection that has one, whole on every tensor-parallel rank.
+
+        Every tensor-parallel rank exhausts the iterator.
+        """
+        raise NotImplementedError
+
+    def _whole(self, name: str) -> Tensor:
+        """Return a parameter in float32, gathered if tensor parallelism divides it."""
+        own = getattr(self, name).detach().float()
+        return self._gathered(own, self.tp_axes[name]) if name in self.tp_axes else own
+
+    def _gathered(self, own: Tensor, axis: int = 0) -> Tensor:
+        """Join the tensors of all tensor-parallel ranks along `axis`; empty ones stay empty."""
+        if not own.numel():
+            return own
+        own = own.contiguous()
+        everyone = [torch.empty_like(own) for _ in range(self.tp_group.size())]
+        dist.all_gather(everyone, own, group=self.tp_group)
+        return torch.cat(everyone, axis)
+
     def _product(self, target: str) -> Tensor:
         """Return alpha / rank * B A of one target in float32."""
         up, down = (getattr(self, f"{_LORA}{target}_{part}").float() for part in ("up", "down"))
@@ -184,10 +222,8 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
     def read_channel(self) -> None:
         """Copy the rows of the frozen tensors; every tensor-parallel rank calls it."""
         for name in ("weight", "bias") if self.bias is not None else ("weight",):
-            own = getattr(self, name)[self.rows].contiguous()
-            everyone = [torch.empty_like(own) for _ in range(self.tp_group.size())]
-            dist.all_gather(everyone, own, group=self.tp_group)
-            getattr(self, f"{_CHANNEL}{name}").copy_(torch.cat(everyone))
+            own = getattr(self, name)[self.rows]
+            getattr(self, f"{_CHANNEL}{name}").copy_(self._gathered(own))
 
     def channel_parameters(self) -> list[Tensor]:
         """Return the parameters that produce the eviction channels, and nothing else."""
@@ -247,6 +283,58 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
             )
         return merged
 
+    @torch.no_grad()
+    def low_rank(self) -> Iterator[tuple[str, LowRank]]:
+        """Yield the changes of q, k and v; a replaced row has a rank of its own."""
+        frozen = self._gathered(self.weight.detach()[self.rows])
+        difference = self.channel_weight.float() - frozen.float()
+        first = 0
+        for target, size in self.parts.items():
+            index, rows = self._replaced(first, size)
+            down, up = self._factors(target, size)
+            select = up.new_zeros(len(up), len(rows))
+            select[rows, torch.arange(len(rows), device=rows.device)] = (
+                1 / self.trainable.lora.scale
+            )
+            down = torch.cat([down, difference[index]])
+            up = torch.cat([up.index_fill(0, rows, 0.0), select], 1)
+            if len(down):
+                bias = self._replaced_bias(first, size, index, rows)
+                yield target, LowRank(down, up, bias, frozen[index])
+            first += size
+
+    def _factors(self, target: str, size: int) -> tuple[Tensor, Tensor]:
+        """Return A [rank, inputs] and B [outputs, rank], of rank 0 for other projections."""
+        if target in self._targets:
+            return self._whole(f"{_LORA}{target}_down"), self._whole(f"{_LORA}{target}_up")
+        outputs = self.groups * self.tp_group.size() * size
+        empty = self.weight.new_empty
+        return empty(0, self.input_size).float(), empty(outputs, 0).float()
+
+    def _replaced(self, first: int, size: int) -> tuple[Tensor, Tensor]:
+        """Find the replaced rows of a projection.
+
+        Args:
+            first: First row of the projection within the rows of a KV head.
+            size: Its rows of a KV head.
+
+        Returns:
+            Their indices among the channel's parameters, and their rows in the projection.
+        """
+        own = self.rows[: len(self.rows) // self.groups]
+        groups = torch.arange(self.groups * self.tp_group.size(), device=own.device)
+        index = ((own >= first) & (own < first + size)).repeat(len(groups)).nonzero().flatten()
+        rows = groups[:, None] * size + own - first
+        return index, rows.flatten()[index]
+
+    def _replaced_bias(self, first: int, size: int, index: Tensor, rows: Tensor) -> Tensor | None:
+        """Return the bias of a projection with `_replaced` rows; None if it does not change."""
+        if self.bias is None or not len(rows):
+            return None
+        whole = self._gathered(self.bias.detach()).float()
+        frozen = whole.unflatten(0, (-1, sum(self.parts.values())))[:, first : first + size]
+        return frozen.flatten().index_copy(0, rows, self.channel_bias.float()[index])
+
 
 class AdaptedOutput(_Adapted, RowParallelLinear):
     """Output projection of attention with an adapter."""
@@ -278,6 +366,12 @@ class AdaptedOutput(_Adapted, RowParallelLinear):
         """Return the weight that computes the same without an adapter, in float32."""
         return {"weight": self.weight.float() + self._product(_OUTPUT)}
 
+    @torch.no_grad()
+    def low_rank(self) -> Iterator[tuple[str, LowRank]]:
+        """Yield the change of the projection."""
+        down, up = (self._whole(f"{_LORA}{_OUTPUT}_{part}") for part in ("down", "up"))
+        yield _OUTPUT, LowRank(down, up, None, down[:0])
+
 
 def adapted(models: list[Any]) -> Iterator[Any]:
     """Yield the adapted projections of model chunks."""
@@ -287,6 +381,15 @@ def adapted(models: list[Any]) -> Iterator[Any]:
             for projection in (attention.linear_qkv, attention.linear_proj):
                 if isinstance(projection, _Adapted):
                     yield projection
+
+
+def low_rank_changes(models: list[Any]) -> Iterator[tuple[int, str, LowRank]]:
+    """Yield (layer, projection, change) of model chunks; every tensor-parallel rank exhausts it."""
+    for layer in (layer for model in models for layer in model.decoder.layers):
+        for projection in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj):
+            if isinstance(projection, _Adapted):
+                for target, change in projection.low_rank():
+                    yield layer.layer_number - 1, target, change
 
 
 def channel_adapters(models: list[Any]) -> Iterator[AdaptedQKV]:

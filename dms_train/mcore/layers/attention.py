@@ -1,7 +1,8 @@
 """Self-attention with the decisions of a retrofit method, which it passes to the kernels.
 
 Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
-d head size; numbers of heads are per tensor-parallel rank.
+d head size; numbers of heads are per tensor-parallel and context-parallel rank. Positions are those
+of the whole sequence between the projections (`mcore.layers.context`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from dms_train.kernels.train_attention.interface import DMSAttention
+from dms_train.mcore.layers.context import heads_group, to_heads, to_positions
 from dms_train.method.base import MethodOptions
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.eviction_stats import EVICTION_STATS
@@ -204,6 +206,12 @@ class MethodSelfAttention(SelfAttention):
     ):
         super().__init__(config, submodules, *args, **kwargs)
         self.method = method
+        context_ranks = self.pg_collection.cp.size()
+        self.num_query_groups_per_partition //= context_ranks
+        self.num_attention_heads_per_partition //= context_ranks
+        if context_ranks > 1:
+            # a hook, because Megatron's own function projects and splits the heads in one
+            self.linear_qkv.register_forward_hook(self._exchange)
         self.noise_keys: Tensor | None = None
         self.documents: PackedDocuments | None = None
         self.eviction_stats: Tensor | None = None
@@ -217,7 +225,7 @@ class MethodSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within hidden_states [s, b, h]; the mask is always causal."""
+        """Attend within hidden_states, this rank's positions [s, b, h]; the mask is causal."""
         projection = _LayerProjection(self, hidden_states, rotary_pos_emb)
         heads, log_keep, stats = self._prepare(projection)
         self.eviction_stats = F.pad(stats, (0, EVICTION_STATS - stats.shape[1]))
@@ -227,7 +235,10 @@ class MethodSelfAttention(SelfAttention):
             context = tensor_parallel.checkpoint(self.core_attention, False, *inputs)
         else:
             context = self.core_attention(*inputs)
-        return self.linear_proj(context)
+        return self.linear_proj(to_positions(context, self.pg_collection.cp))
+
+    def _exchange(self, _module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> Any:
+        return to_heads(output[0], self.pg_collection.cp), output[1]
 
     def _prepare(self, projection: _LayerProjection) -> tuple[Heads, Tensor | None, Tensor]:
         """Return rotated heads, log(1 - alpha) by key or None, and eviction statistics."""
@@ -253,7 +264,6 @@ class MethodSelfAttention(SelfAttention):
 
     def _pass(self, rotary_pos_emb: Tensor | None) -> LayerPass:
         """Describe this micro-batch to the method."""
-        ranks = self.pg_collection.tp
         return LayerPass(
             plan=self.method.plan,
             options=self.method.options,
@@ -261,8 +271,8 @@ class MethodSelfAttention(SelfAttention):
             documents=self.documents,
             noise=self._noise(),
             rotate=partial(self._rotate, rotary_pos_emb),
-            sum_ranks=partial(_sum_ranks, group=ranks),
-            first_rank=ranks.rank() == 0,
+            sum_ranks=partial(_sum_ranks, group=heads_group(self.pg_collection)),
+            first_rank=self._shard == 0,
             heads=self.config.num_query_groups,
             recorded=self.recorded is not None or self.held is not None,
         )
@@ -309,13 +319,19 @@ class MethodSelfAttention(SelfAttention):
         if plan.eviction != "soft" or not plan.noise:
             return None
         assert self.noise_keys is not None
-        heads = self.num_query_groups_per_partition
-        first_head = self.pg_collection.tp.rank() * heads
+        first_head = self._shard * self.num_query_groups_per_partition
         return LayerNoise(self.noise_keys, self.layer_number, first_head)
+
+    @property
+    def _shard(self) -> int:
+        """Index of this rank's heads among the ranks that share the heads."""
+        tp, cp = self.pg_collection.tp, self.pg_collection.cp
+        index: int = tp.rank() * cp.size() + cp.rank()
+        return index
 
 
 def _sum_ranks(x: Tensor, group: Any) -> Tensor:
-    """Sum over tensor-parallel ranks, in the backward pass too."""
+    """Sum over the ranks of a group, in the backward pass too."""
     return x if group.size() == 1 else all_reduce(x.contiguous(), group=group)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -20,7 +21,10 @@ from dms_train.mcore.errors import ModelError
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm whose gradient megatron sums over tensor ranks under sequence parallelism."""
+    """torch's RMSNorm whose gradient megatron sums over tensor ranks under sequence parallelism.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -28,6 +32,18 @@ class RMSNorm(torch.nn.RMSNorm):
         device = torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self.centered = config.layernorm_zero_centered_gamma
+
+    @property
+    def gain(self) -> Tensor:
+        """Factors on the normalised channels, [hidden size]."""
+        return 1 + self.weight.float() if self.centered else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., hidden size]."""
+        if not self.centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, self.gain, self.eps).type_as(x)
 
 
 class FusedRMSNorm(RMSNorm):
@@ -38,17 +54,26 @@ class FusedRMSNorm(RMSNorm):
         from dms_train.kernels.layers.triton_norm import rms_norm
 
         assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.gain, self.eps)
 
 
-class FusedSwiGLU(MegatronModule):
-    """Activation of an MLP as one kernel each way."""
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return gelu(x) with the tanh approximation."""
+    return F.gelu(x, approximate="tanh")
+
+
+class FusedGate(MegatronModule):
+    """Activation of a gated MLP as one kernel each way."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.is_gelu = config.activation_func is gelu_tanh
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Return silu(gate) * up for [..., gate and up]."""
-        from dms_train.kernels.layers.triton_swiglu import swiglu
+        """Return activation(gate) * up for [..., gate and up]."""
+        from dms_train.kernels.layers.triton_swiglu import geglu, swiglu
 
-        return swiglu(gate_and_up)
+        return geglu(gate_and_up) if self.is_gelu else swiglu(gate_and_up)
 
 
 class LayerBackend(NamedTuple):

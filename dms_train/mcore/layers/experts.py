@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.layers.backend import FusedSwiGLU
+from dms_train.mcore.layers.backend import FusedGate
 from dms_train.mcore.options import ParallelOptions
 
 
@@ -27,7 +27,7 @@ class _Experts(SequentialMLP):
         submodules = MLPSubmodules(
             linear_fc1=ColumnParallelLinear,
             linear_fc2=RowParallelLinear,
-            activation_func=FusedSwiGLU,
+            activation_func=FusedGate,
         )
         super().__init__(count, config, submodules, pg_collection)
         for parameter in self.parameters():

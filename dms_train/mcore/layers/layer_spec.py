@@ -22,11 +22,12 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from dms_train.hf.architecture import Architecture
 from dms_train.mcore.layers.adapters import AdaptedOutput, AdaptedQKV
 from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
-from dms_train.mcore.layers.backend import FusedRMSNorm, FusedSwiGLU, LayerBackend
+from dms_train.mcore.layers.backend import FusedGate, FusedRMSNorm, LayerBackend
 from dms_train.mcore.layers.experts import MixtureOfExperts
-from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm
+from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm, SandwichLayer
 from dms_train.mcore.options import Trainable
 
 # Names of the fused layers, so that a checkpoint fits Transformer Engine and megatron-core layers.
@@ -37,7 +38,7 @@ FUSED_NAMES = {**_FUSED_ATTENTION, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_n
 def _mlp(method: MethodState, layer_backend: LayerBackend) -> ModuleSpec:
     submodules = MLPSubmodules(
         linear_fc1=layer_backend.norm_linear,
-        activation_func=FusedSwiGLU if method.fused else None,
+        activation_func=FusedGate if method.fused else None,
         linear_fc2=layer_backend.row,
     )
     return ModuleSpec(module=MLP, submodules=submodules)
@@ -79,17 +80,31 @@ def layer_spec(
     train: Trainable,
     *,
     decides: bool,
+    sandwich: bool = False,
 ) -> ModuleSpec:
-    """Describe one decoder layer; with `decides` the method acts on it."""
+    """Describe one decoder layer.
+
+    Args:
+        config: Megatron's configuration.
+        method: State that the layers share.
+        layer_backend: Linear layers and norms.
+        train: Weights that train.
+        decides: Whether the method acts on the layer.
+        sandwich: Whether the updates of the residual stream are normalised too.
+    """
     has_experts = config.num_moe_experts is not None
-    layer, outer, fuses = TransformerLayer, layer_backend.norm, layer_backend.fuses_norm
+    outer, fuses = layer_backend.norm, layer_backend.fuses_norm
+    layer: type = TransformerLayer
+    if sandwich:
+        layer = SandwichLayer
+    elif outer is FusedRMSNorm and not fuses:
+        layer, outer = ResidualLayer, ResidualNorm
     if fuses:
         outer = IdentityOp
-    elif outer is FusedRMSNorm:
-        layer, outer = ResidualLayer, ResidualNorm
     fused_names = _FUSED_ATTENTION if has_experts else FUSED_NAMES
     return ModuleSpec(
         module=layer,
+        params={"norm": layer_backend.norm} if sandwich else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
             self_attention=_attention_spec(config, method, layer_backend, train, decides=decides),
@@ -109,17 +124,13 @@ def block_spec(
     layer_backend: LayerBackend,
     train: Trainable,
     vp_stage: int | None,
-    method_layers: list[int],
+    architecture: Architecture,
 ) -> TransformerBlockSubmodules:
-    """Describe the layers of this pipeline chunk and the final norm.
-
-    `method_layers` are the numbers, in the whole model, of the layers on which the method acts.
-    """
+    """Describe the layers of this pipeline chunk and the final norm."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     first = get_transformer_layer_offset(config, vp_stage, stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
-    specs = [
-        layer_spec(config, method, layer_backend, train, decides=layer in method_layers)
-        for layer in layers
-    ]
+    acts_on, sandwich = architecture.method_layers, architecture.described.sandwich_norms
+    common = config, method, layer_backend, train
+    specs = [layer_spec(*common, decides=n in acts_on, sandwich=sandwich) for n in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=layer_backend.norm)

@@ -1,15 +1,16 @@
-"""Decoder layer whose norms include additions to the residual stream and to its gradient."""
+"""Decoder layers that add to the residual stream in other ways than Megatron's."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from dms_train.mcore import compat
-from dms_train.mcore.layers.backend import FusedRMSNorm
+from dms_train.mcore.layers.backend import FusedRMSNorm, RMSNorm
 
 
 class ResidualNorm(FusedRMSNorm):
@@ -31,7 +32,7 @@ class ResidualNorm(FusedRMSNorm):
 
         compat.run_forward_pre_hooks(self)
         assert self.eps is not None
-        stream, self._normed = add_norm(residual, update, self.weight, self.eps)
+        stream, self._normed = add_norm(residual, update, self.gain, self.eps)
         return stream
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,6 +40,26 @@ class ResidualNorm(FusedRMSNorm):
         normed, self._normed = self._normed, None
         assert normed is not None
         return normed
+
+
+class SandwichLayer(TransformerLayer):
+    """Megatron's layer that normalises the updates of attention and MLP before it adds them."""
+
+    def __init__(self, *args: Any, norm: type[RMSNorm], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        size = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
+        self.post_attention_layernorm = norm(self.config, **size)
+        self.post_mlp_layernorm = norm(self.config, **size)
+        self.self_attn_bda = lambda *_: partial(_add_normed, self.post_attention_layernorm)
+        self.mlp_bda = lambda *_: partial(_add_normed, self.post_mlp_layernorm)
+        # see `ResidualLayer`
+        self.bias_dropout_add_exec_handler = nullcontext
+
+
+def _add_normed(
+    norm: RMSNorm, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float
+) -> Tensor:
+    return residual + norm(output_with_bias[0])
 
 
 class ResidualLayer(TransformerLayer):

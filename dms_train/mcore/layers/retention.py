@@ -47,7 +47,7 @@ def kept(
     total = torch.zeros(shape, dtype=torch.float64, device=view.device)
     for attention in _attentions(models):
         heads = attention.held.numel()
-        first = view.tp_rank * heads
+        first = (view.tp_rank * view.cp_size + view.cp_rank) * heads
         total[attention.layer_number - 1, first : first + heads] = attention.held.double()
     # every KV head belongs to one rank of each data-parallel copy
     dist.all_reduce(total)

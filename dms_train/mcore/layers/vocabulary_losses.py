@@ -197,11 +197,19 @@ class OutputLosses(NamedTuple):
 
     def divergence(self, direction: str, temperature: float) -> Tensor:
         """Compute the KL divergence [s, b] of student and teacher, times temperature squared."""
-        if self.teacher is None:
-            raise ModelError("the loss needs a teacher and none is attached; set model.path")
-        divergence = Divergence(direction, temperature)
-        return distillation_kl(self.student, self.teacher, divergence, self.vocab_size, self.group)
+        teacher, divergence = self._attached_teacher(), Divergence(direction, temperature)
+        return distillation_kl(self.student, teacher, divergence, self.vocab_size, self.group)
 
     def cross_entropy(self) -> Tensor:
         """Compute the cross-entropy [s, b] of the student and the next token."""
         return next_token_loss(self.student, self.labels, self.vocab_size, self.group)
+
+    def teacher_cross_entropy(self) -> Tensor:
+        """Compute the cross-entropy [s, b] of the teacher and the next token."""
+        teacher = self._attached_teacher()
+        return next_token_loss(teacher, self.labels, self.vocab_size, self.group)
+
+    def _attached_teacher(self) -> Projection:
+        if self.teacher is None:
+            raise ModelError("the loss needs a teacher and none is attached; set model.path")
+        return self.teacher

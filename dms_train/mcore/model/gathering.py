@@ -24,7 +24,7 @@ class _Place(NamedTuple):
 
     pp: int
     tp: int
-    dp: int
+    dp: int  # among the ranks with the same weights
 
 
 class _Stored(NamedTuple):
@@ -114,14 +114,14 @@ class _Gatherer:
         view: ParallelView,
         read: Callable[[Any], Tensor],
     ) -> None:
-        self.place = _Place(view.pp_rank, view.tp_rank, view.dp_rank)
+        self.place = _Place(view.pp_rank, view.tp_rank, view.dp_cp_group.rank())
         self._architecture, self._view, self._read = architecture, view, read
         self._mine = {name: p for chunk in chunks for name, p in global_names(chunk).items()}
         self._ranks, self._stored = self._exchange()
 
     def _exchange(self) -> tuple[dict[_Place, int], dict[str, _Stored]]:
         """Return the rank at every place, and where every parameter is stored."""
-        sends = self._view.dp_rank < self._view.ep_size and self._view.tp_rank == 0
+        sends = self.place.dp < self._view.ep_size and self._view.tp_rank == 0
         described = {name: self._describe(p) for name, p in self._mine.items()} if sends else {}
         everyone: list[Any] = [None] * self._view.world_size
         dist.all_gather_object(everyone, (self.place, described))

@@ -26,11 +26,13 @@ from torch import Tensor
 
 from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.tensors import embedding_scale
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.layers.backend import LayerBackend
+from dms_train.mcore.layers.backend import LayerBackend, gelu_tanh
+from dms_train.mcore.layers.context import heads_group, sequence_shards
 from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions, Trainable
@@ -65,10 +67,12 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         # sequence parallelism
         qk_layernorm=a.qk_layernorm,
         layernorm_epsilon=a.layernorm_epsilon,
+        layernorm_zero_centered_gamma=a.described.centered_norms,
+        softmax_scale=a.softmax_scale,
         normalization="RMSNorm",
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=F.silu if a.described.activation == "silu" else gelu_tanh,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -78,6 +82,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         pipeline_dtype=dtype,
         bf16=options.params_dtype == "bf16",
         tensor_model_parallel_size=options.tensor_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
@@ -102,6 +107,8 @@ def rope_arguments(architecture: Architecture) -> dict[str, Any]:
     scaling = architecture.rope_scaling
     if scaling is None:
         return {}
+    if scaling.rope_type == "linear":
+        return {"seq_len_interpolation_factor": scaling.factor}
     rule = (
         scaling.low_freq_factor,
         scaling.high_freq_factor,
@@ -169,12 +176,10 @@ class DMSModel(LanguageModule):
                 position_embedding_type="rope",
                 tp_group=self.pg_collection.tp,
             )
-        self.rotary_pos_emb = self._rotary_embedding(architecture)
+        self.rotary_pos_emb = self._rotary_embedding(architecture, architecture.rotary_base)
         self.decoder = TransformerBlock(
             config,
-            block_spec(
-                config, method, layer_backend, trainable, vp_stage, architecture.method_layers
-            ),
+            block_spec(config, method, layer_backend, trainable, vp_stage, architecture),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,
@@ -187,22 +192,28 @@ class DMSModel(LanguageModule):
         self.architecture = architecture
         described = [self._attention_of(layer) for layer in self.decoder.layers]
         self._rotary_bases = list(dict.fromkeys(layer.rotary_base for layer in described))
+        self._local_ropes = {
+            base: self._rotary_embedding(architecture, base)
+            for base in self._rotary_bases
+            if base is not None and base != architecture.rotary_base
+        }
         for layer, own in zip(self.decoder.layers, described, strict=True):
             if own.window is not None:
                 layer.self_attention.core_attention.window = own.window - 1
+        self._embedding_scale = embedding_scale(architecture, config.params_dtype)
         self.method = method
         self.records_logits = False
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[Teacher] = []
 
-    def _rotary_embedding(self, a: Architecture) -> RotaryEmbedding:
+    def _rotary_embedding(self, a: Architecture, base: float) -> RotaryEmbedding:
         return RotaryEmbedding(
             a.kv_channels,
             rotary_percent=1.0,
-            rotary_base=a.rotary_base,
+            rotary_base=base,
             cp_group=self.pg_collection.cp,
-            **rope_arguments(a),
+            **(rope_arguments(a) if base == a.rotary_base else {}),
         )
 
     def _output_layer(self, rows: int) -> ColumnParallelLinear:
@@ -250,7 +261,8 @@ class DMSModel(LanguageModule):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens [b, s] as [s/tp, b, h]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        return self.embedding(tokens, positions)
+        embedded: Tensor = self.embedding(tokens, positions)
+        return embedded * self._embedding_scale if self._embedding_scale != 1 else embedded
 
     def run_layers(
         self,
@@ -261,8 +273,7 @@ class DMSModel(LanguageModule):
     ) -> tuple[Tensor, Tensor]:
         """Run this chunk's layers (and final norm) and add up the eviction statistics."""
         config, count = self.config, len(self.decoder.layers)
-        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        ropes = self._ropes(hidden.shape[0] * shards, documents)
+        ropes = self._ropes(hidden.shape[0] * sequence_shards(config), documents)
         recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
         unit = config.recompute_num_layers if recompute else max(count, 1)
         fork = config.sequence_parallel
@@ -284,10 +295,15 @@ class DMSModel(LanguageModule):
     def _ropes(self, length: int, documents: PackedDocuments | None) -> list[Tensor]:
         """Return the RoPE tables for `length` positions, in the order of `_rotary_bases`."""
         turned = self.rotary_pos_emb.get_emb(length)
-        return [
-            self.method.rope(torch.zeros_like(turned) if base is None else turned, documents)
-            for base in self._rotary_bases
-        ]
+        tables = []
+        for base in self._rotary_bases:
+            own = turned
+            if base is None:
+                own = torch.zeros_like(turned)
+            elif base in self._local_ropes:
+                own = self._local_ropes[base].get_emb(length)
+            tables.append(self.method.rope(own, documents))
+        return tables
 
     def _layers(self, first: int, last: int, documents: PackedDocuments | None = None) -> Any:
         def run(
@@ -349,11 +365,11 @@ class DMSModel(LanguageModule):
         """Run one pipeline chunk.
 
         Args:
-            tokens: int64 [b, s].
-            labels: int64 [b, s], used by the language-model loss.
+            tokens: This rank's positions, int64 [b, s].
+            labels: The same for the language-model loss, int64 [b, s].
             noise_keys: int64 [b], one per sample.
-            documents: Documents packed into the samples, for both models; None if a sample is one
-                document.
+            documents: Documents packed into the whole samples, for both models; None if a sample
+                is one document.
 
         Returns:
             The stage tensor, or on the last stage (terms of the token loss [s, b], eviction
@@ -373,7 +389,9 @@ class DMSModel(LanguageModule):
         if not self.post_process:
             return pack(StageState(hidden, t_hidden, eviction_stats))
         # backward is the identity: every rank of the group computes the same loss from the sum
-        eviction_stats = reduce_from_tensor_model_parallel_region(eviction_stats)
+        eviction_stats = reduce_from_tensor_model_parallel_region(
+            eviction_stats, group=heads_group(self.pg_collection)
+        )
         return self._loss(hidden, t_hidden, labels), eviction_stats
 
     def _loss(

@@ -24,7 +24,8 @@ class Recording(NamedTuple):
 def _forward_step(view: ParallelView, outputs: list[Tensor]) -> Any:
     def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
         batch = next(batches)
-        arguments = (batch.tokens, batch.labels, batch.samples)
+        own = (view.own_positions(x) for x in (batch.tokens, batch.labels))
+        arguments = (*own, batch.samples)
         output = model(*(t.to(view.device) for t in arguments))
 
         def keep(result: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,21 +84,25 @@ def _assemble(
     vocab_size: int,
     view: ParallelView,
 ) -> Recording | None:
-    """Join each rank's heads and vocabulary columns to whole tensors on rank 0."""
+    """Join each rank's heads, positions and vocabulary columns to whole tensors on rank 0."""
     mine = {
         "decided": {n: d[0][:, 0].t().float().cpu() for n, d in decided.items() if d},
         "logits": outputs[0][:, 0].float().cpu() if outputs else None,
-        "pipeline_and_tensor_rank": (view.pp_rank, view.tp_rank),
+        "rank": (view.pp_rank, view.tp_rank, view.cp_rank),
     }
     everyone: list[Any] | None = [None] * view.world_size if view.rank == 0 else None
     dist.gather_object(mine if view.dp_rank == 0 else None, everyone, dst=0)
     if everyone is None:
         return None
-    ranks = sorted((r for r in everyone if r), key=lambda r: r["pipeline_and_tensor_rank"])
+    ranks = sorted((r for r in everyone if r), key=lambda r: r["rank"])
     layers = sorted({n for r in ranks for n in r["decided"]})
     decision_logits = [
         torch.cat([r["decided"][n] for r in ranks if n in r["decided"]]) for n in layers
     ]
-    logits = torch.cat([r["logits"] for r in ranks if r["logits"] is not None], dim=-1)
+    parts = [r["logits"] for r in ranks if r["logits"] is not None]
+    by_columns = [
+        torch.cat(parts[i : i + view.cp_size]) for i in range(0, len(parts), view.cp_size)
+    ]
+    logits = torch.cat(by_columns, dim=-1)
     stacked = torch.stack(decision_logits) if decision_logits else torch.empty(0)
     return Recording(tokens.cpu(), stacked, logits[:, :vocab_size].contiguous())

@@ -44,14 +44,15 @@ class RandomWeights(WeightSource):
 
     def __init__(self, architecture: Architecture, seed: int, std: float) -> None:
         self._shapes = expected_shapes(architecture)
+        self._norm = 0.0 if architecture.described.centered_norms else 1.0
         self._seed, self._std = seed, std
         self._output_std = std / (2 * architecture.num_layers) ** 0.5
 
     def get(self, name: str) -> Tensor:
-        """Return 1 for norms, 0 for biases, normal matrices; residual outputs scaled by depth."""
+        """Return norms of factor 1, biases of 0, normal matrices; scale outputs by depth."""
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.full(shape, self._norm)
         if name.endswith(".bias"):
             return torch.zeros(shape)
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))

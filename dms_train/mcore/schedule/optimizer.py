@@ -35,7 +35,7 @@ def data_parallel(
     during the next forward pass. Call `wait_for_param_gather` before reading them elsewhere.
     `bucket_size` is the number of parameters of a bucket; None for megatron-core's default.
     """
-    overlap = parallel_state.get_data_parallel_world_size() > 1
+    overlap = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,

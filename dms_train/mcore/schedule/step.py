@@ -15,6 +15,7 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers.context import sequence_shards
 from dms_train.mcore.schedule.graph import PassGraph
 from dms_train.mcore.schedule.stage_tensor import stage_seq_length
 from dms_train.mcore.schedule.step_statistics import DeviceTotals, StepStatistics
@@ -84,11 +85,11 @@ def _loss_function(
 ) -> Callable[[_Output], tuple[Tensor, dict[str, Tensor]]]:
     a = context.architecture
     per_sample = len(a.method_layers) * a.num_query_groups
-    packed = batch.documents
+    loss_mask, packed = context.view.own_positions(batch.loss_mask), batch.documents
     decisions = per_sample * (batch.tokens.shape[1] if packed is None else packed.tokens)
 
     def mean(per_token: Tensor) -> Tensor:
-        return (per_token.float() * batch.loss_mask.t()).sum() * context.token_scale
+        return (per_token.float() * loss_mask.t()).sum() * context.token_scale
 
     def loss(output: _Output) -> tuple[Tensor, dict[str, Tensor]]:
         terms = [mean(per_token) for per_token in output[0]]
@@ -118,7 +119,8 @@ def _forward_step(context: PassContext) -> Callable[..., Any]:
         batch = next(batches)
         context.on_microbatch()
         keys = sample_keys(context.seed, context.step, batch.samples)
-        output = model(batch.tokens, batch.labels, keys, batch.documents)
+        tokens, labels = (context.view.own_positions(x) for x in (batch.tokens, batch.labels))
+        output = model(tokens, labels, keys, batch.documents)
         return output, _loss_function(context, batch)
 
     return forward_step
@@ -135,7 +137,7 @@ def run_schedule(
 ) -> list[Any]:
     """Call Megatron's schedule on micro-batches of one shape; return the loss reports, if any."""
     size, length = batches[0].tokens.shape
-    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shards = sequence_shards(config)
     interleaved = len(chunks) > 1
     iterators = [iter(batches) for _ in chunks]
     return get_forward_backward_func()(

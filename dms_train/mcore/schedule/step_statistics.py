@@ -88,6 +88,8 @@ class StepStatistics(NamedTuple):
             }
             for slot, name in enumerate(_COUNTED, measured):
                 slot_values[slot] = counts[name]
+            if view.cp_rank:  # every rank of a sample has its own terms, and the same of the rest
+                slot_values[len(self.terms) :] = 0
         slot_values[memory + view.rank] = own_memory(view.device)
         dist.all_reduce(slot_values)
         losses = len(self.terms) + 1  # the terms and aux_loss are means over micro-batches

@@ -220,6 +220,14 @@ CASES = {
         kind="error",
         facts=("MODEL", "lm_head.weight", "tie_word_embeddings=true", "set it to false"),
     ),
+    "teacher-silent": Case(
+        done="a teacher with random weights",
+        arrange=train("run.check_teacher=true"),
+        kind="config error",
+        facts=("model.path=MODEL", "guessing has 3.91", "set run.check_teacher=false"),
+        changes=("run", "run/*"),
+        starts=True,
+    ),
     "weights-nan": Case(
         done="a weight that is NaN",
         arrange=damaged(lambda workspace: edit_weights(workspace, _add_nan)),

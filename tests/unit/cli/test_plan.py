@@ -141,7 +141,8 @@ def test_command(monkeypatch, capsys):
     assert run_plan(monkeypatch, "experiment=tiny_pretrain", "--world-size", "4") == 0
     assert "4 processes = TP 2 x PP 1 x DP 2" in capsys.readouterr().out
     assert run_plan(monkeypatch, "experiment=tiny_pretrain", "--world-size", "3") == 2
-    assert capsys.readouterr().err.startswith("config error: parallel: tensor x pipeline size")
+    line = capsys.readouterr().err
+    assert line.startswith("config error: parallel: tensor x pipeline x context size is 2")
 
 
 def test_paths_of_the_users_own_group_file_are_kept(monkeypatch, capsys, tmp_path):

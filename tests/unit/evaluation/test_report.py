@@ -61,7 +61,13 @@ def test_metrics(result, target, samples, tmp_path):
 def test_report(result, rows, tmp_path):
     out = tmp_path / "made" / "here"
     assert report.write(result, out, rows) == []
+    assert "annealing ended" not in (out / report.REPORT).read_text()
+    stop = {"max_kl": 0.05, "cr": 5.0, "kl": 0.0625, "kept_cr": 4.0}
+    row = {"step": 9, **{f"early_stop/{name}": value for name, value in stop.items()}}
+    rows.write_text(f"{rows.read_text()}\n{json.dumps(row)}\n")
+    assert report.write(result, out, rows) == []
     text = (out / report.REPORT).read_text()
+    assert "ended at compression ratio 4: the validation KL 0.0625 nats/token at ratio 5" in text
     assert report.tables(result) in text
     assert str(result.accuracies["window_only"].share) in text
     assert "8 problems on 4 sheets" in text

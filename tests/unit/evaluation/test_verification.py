@@ -27,7 +27,7 @@ def test_verdicts_come_in_order_and_equal_those_of_one_process() -> None:
 
 def test_a_stuck_worker_is_killed_and_replaced() -> None:
     attempts = [Attempt("5", STUCK), *[Attempt("5", "\\boxed{5}")] * 40, Attempt("5", STUCK)]
-    with Verifier(1, Limits(processor=2.0)) as verifier:
+    with Verifier(1, Limits(processor=1.0)) as verifier:
         verdicts = list(verifier.verdicts(attempts))
         assert verdicts == [Verdict.TIMEOUT, *[Verdict.CORRECT] * 40, Verdict.TIMEOUT]
         assert verifier.losses == (2, 0)
@@ -39,7 +39,7 @@ def test_a_stuck_worker_is_killed_and_replaced() -> None:
 )
 def test_a_number_of_any_size_ends_within_the_limits(answer: str) -> None:
     attempts = [Attempt("5", f"\\boxed{{{answer}}}"), Attempt("5", "\\boxed{5.0}")]
-    with Verifier(1, Limits(processor=3.0)) as verifier:
+    with Verifier(1, Limits(processor=1.0)) as verifier:
         huge, normal = verifier.verdicts(attempts)
     assert huge in (Verdict.TIMEOUT, Verdict.WRONG, Verdict.NO_ANSWER)
     assert normal is Verdict.CORRECT

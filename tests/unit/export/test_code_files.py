@@ -19,22 +19,26 @@ from dms_train.families import FAMILIES
 ALLOWED = {
     "__future__",
     "dataclasses",
+    "hashlib",
     "importlib",
     "inspect",
+    "json",
+    "safetensors",
     "torch",
     "transformers",
     "typing",
 }
 DIGESTS = {
-    "configuration_dmc.py": "aa3ca3450510fbef",
-    "configuration_dms.py": "03f24e7a8b917cdb",
+    "adapter_dms.py": "349a77a94cfbc0c5",
+    "configuration_dmc.py": "3e07b0c75af88716",
+    "configuration_dms.py": "7d2a3596fb56769e",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
     "generation_dms.py": "661642c9e2f29633",
     "modeling_dmc.py": "6bf70891926c26a0",
-    "modeling_dms.py": "5c6732d0ee54395f",
+    "modeling_dms.py": "3da0f680a223189f",
     "modeling_llama_dmc.py": "2e7a563c6d6ce431",
-    "modeling_llama_dms.py": "c280fdeb9acb0d0b",
+    "modeling_llama_dms.py": "7fe04799a811665f",
     "pages_dms.py": "401169469d6e9ab6",
     "pool_dms.py": "690718436cb3fbbf",
 }
@@ -99,12 +103,12 @@ def test_the_modelling_file_names_every_shipped_file(method):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_json_names_classes_that_the_files_define(family):
-    classes = FAMILIES[family].classes
+    classes, configuration = FAMILIES[family].classes, FAMILIES[family].config_class
     assert transformers_keys(family, "dms") == {
         "architectures": [f"{classes}ForCausalLMDMS"],
         "use_cache": True,
         "auto_map": {
-            "AutoConfig": f"configuration_{family}_dms.{classes}ConfigDMS",
+            "AutoConfig": f"configuration_{family}_dms.{configuration}DMS",
             "AutoModelForCausalLM": f"modeling_{family}_dms.{classes}ForCausalLMDMS",
         },
     }

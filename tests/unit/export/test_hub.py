@@ -85,9 +85,9 @@ def test_a_token_without_rights_is_named(tmp_path):
 
 def test_an_export_makes_no_network_access_by_default(tmp_path):
     """`dms-export` refuses an upload that cannot be made before it reads the checkpoint."""
-    command = ["-m", "dms_train.checkpoints_tools.megatron_to_hf", "absent", "out"]
-    offline = launch.python(*command, "--push-to-hub=someone/x", HF_HUB_OFFLINE="1")
-    without_upload = launch.python(*command, HF_HUB_OFFLINE="1")
+    command = ["dms_train.checkpoints_tools.megatron_to_hf", "absent", "out"]
+    offline = launch.module(*command, "--push-to-hub=someone/x", HF_HUB_OFFLINE="1")
+    without_upload = launch.module(*command, HF_HUB_OFFLINE="1")
     assert offline.returncode == without_upload.returncode == 2
     assert "HF_HUB_OFFLINE" in offline.stderr
     assert "absent" in without_upload.stderr

@@ -17,7 +17,7 @@ from dms_train.families import FAMILIES
 
 def tiny_model(family):
     """Transformers' own model with the family's default configuration, on small sizes."""
-    config = getattr(transformers, f"{FAMILIES[family].classes}Config")(
+    config = getattr(transformers, FAMILIES[family].config_class)(
         num_hidden_layers=1,
         hidden_size=24,
         intermediate_size=40,
@@ -35,7 +35,7 @@ def tiny_model(family):
 def test_a_family_is_named_like_its_module_and_its_classes_in_transformers(family):
     described = FAMILIES[family]
     assert importlib.import_module(f"dms_train.families.{family}").FAMILY is described
-    config = getattr(transformers, f"{described.classes}Config")
+    config = getattr(transformers, described.config_class)
     assert config.model_type == described.name == family
     assert type(tiny_model(family)).__name__ == described.causal_lm
 
@@ -69,12 +69,14 @@ def test_every_tensor_of_a_layer_belongs_to_one_megatron_parameter(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_of_absent_keys_are_those_of_transformers(family):
     described = FAMILIES[family]
-    config = getattr(transformers, f"{described.classes}Config")()
+    config = getattr(transformers, described.config_class)()
     assert config.tie_word_embeddings == described.tied_by_default
-    assert config.rope_parameters["rope_theta"] == described.rotary_base
+    rope = config.rope_parameters
+    assert rope.get("full_attention", rope)["rope_theta"] == described.rotary_base
     heads = config.hidden_size // config.num_attention_heads
     assert getattr(config, "head_dim", None) in (None, described.head_size or heads)
-    for key, value in described.fixed.items():
+    activation = {described.activation_key: described.activation}
+    for key, value in {**described.fixed, **activation}.items():
         assert getattr(config, key) == value
 
 

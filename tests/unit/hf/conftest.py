@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dms_train.export.writer import write_export
-from dms_train.families import LayerAttention
+from dms_train.families import FAMILIES, LayerAttention
 from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.hf.formats import default_format
 from dms_train.hf.tensors import expected_shapes
@@ -35,16 +35,20 @@ def stories() -> Path:
     return path
 
 
-_NO_ROPE_FIRST = (LayerAttention(rotary_base=None), LayerAttention(rotary_base=1e6))
+LAYERS = {
+    "gemma3_text": (LayerAttention(rotary_base=1e4, window=7), LayerAttention(rotary_base=1e6)),
+    "smollm3": (LayerAttention(rotary_base=None), LayerAttention(rotary_base=1e6)),
+}
 
 
 def _architecture(family: str) -> Architecture:
-    scaling = RopeScaling(
+    llama3 = RopeScaling(
         factor=4.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_max_position_embeddings=64,
     )
+    linear = RopeScaling(factor=4.0, rope_type="linear")
     return Architecture(
         family=family,
         num_layers=2,
@@ -57,10 +61,11 @@ def _architecture(family: str) -> Architecture:
         max_position_embeddings=256,
         rotary_base=10000.0 if family == "llama" else 1e6,
         layernorm_epsilon=1e-6,
-        tie_word_embeddings=family == "qwen3",
-        rope_scaling=scaling if family == "llama" else None,
+        tie_word_embeddings=family in ("qwen3", "gemma3_text"),
+        rope_scaling={"llama": llama3, "gemma3_text": linear}.get(family),
         experts=experts_of(family),
-        layers=_NO_ROPE_FIRST if family == "smollm3" else (),
+        layers=LAYERS.get(family, ()),
+        query_scalar=5 if family == "gemma3_text" else None,
     )
 
 
@@ -76,7 +81,7 @@ def _weights(a: Architecture, seed: int = 0) -> Weights:
     for name, shape in expected_shapes(a).items():
         noise = torch.randn(shape, generator=generator)
         if "norm" in name:
-            weights[name] = 1.0 + 0.2 * noise
+            weights[name] = 0.2 * noise + (0.0 if FAMILIES[a.family].centered_norms else 1.0)
         else:
             weights[name] = noise * (0.3 if name.endswith("bias") else shape[-1] ** -0.5)
     weights["model.embed_tokens.weight"] *= 4.0
@@ -113,15 +118,19 @@ def spec() -> Callable[..., DMSSpec]:
     return small_spec
 
 
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+def _norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
+    weight = 1 + weight if a.family == "gemma3_text" else weight
+    return x * (x.pow(2).mean(-1, keepdim=True) + a.layernorm_epsilon).rsqrt() * weight
 
 
 def _frequencies(a: Architecture) -> Tensor:
-    inverse = a.rotary_base ** -(torch.arange(0, a.kv_channels, 2).double() / a.kv_channels)
+    base = a.layers[0].rotary_base
+    inverse = base ** -(torch.arange(0, a.kv_channels, 2).double() / a.kv_channels)
     s = a.rope_scaling
-    if s is None:
+    if s is None or a.layers[0].window is not None:
         return inverse
+    if s.rope_type == "linear":
+        return inverse / s.factor
     turns = s.original_max_position_embeddings * inverse / (2 * math.pi)
     share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     share = share.clamp(0, 1)
@@ -144,7 +153,7 @@ def _attention(
         y = y + w(f"{n}_proj.bias") if a.add_qkv_bias else y
         y = y.view(len(x), heads or a.num_query_groups, a.kv_channels)
         if a.qk_layernorm and n != "v":
-            y = _norm(y, w(f"{n}_norm.weight"), a.layernorm_epsilon)
+            y = _norm(y, w(f"{n}_norm.weight"), a)
         states[n] = y
     group = a.num_attention_heads // a.num_query_groups
     decision = s.alpha_scale * states["q"][:, ::group, s.channel].T - s.alpha_offset
@@ -161,7 +170,7 @@ def _attention(
         q[:, ::group, s.channel] = 0
     outputs = []
     for head in range(a.num_attention_heads):
-        scores = q[:, head] @ k[:, head // group].T / math.sqrt(a.kv_channels)
+        scores = q[:, head] @ k[:, head // group].T / math.sqrt(a.query_scalar or a.kv_channels)
         scores = scores.masked_fill(~allowed[head // group], -torch.inf)
         outputs.append(scores.softmax(-1) @ states["v"][:, head // group])
     return torch.cat(outputs, -1) @ w("o_proj.weight").T, decision
@@ -172,7 +181,15 @@ def _swiglu(x: Tensor, w: Callable[[str], Tensor], prefix: str = "") -> Tensor:
     return (torch.nn.functional.silu(gate) * up) @ w(f"{prefix}down_proj").T
 
 
+def _geglu(x: Tensor, w: Callable[[str], Tensor]) -> Tensor:
+    gate, up = (x @ w(f"{n}_proj").T for n in ("gate", "up"))
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return (gate * (1 + inner.tanh()) / 2 * up) @ w("down_proj").T
+
+
 def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
+    if a.family == "gemma3_text":
+        return _geglu(x, w)
     if a.experts is None:
         return _swiglu(x, w)
     shares = (x @ w("gate").T).softmax(-1)
@@ -187,17 +204,25 @@ def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
 def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tuple[Tensor, Tensor]:
     w = {name: tensor.double() for name, tensor in weights.items()}
     x, decisions = w["model.embed_tokens.weight"][ids], []
+    sandwich = a.family == "gemma3_text"
+    if sandwich:
+        x = x * a.hidden_size**0.5
+    before_mlp = f"{'pre_feedforward' if sandwich else 'post_attention'}_layernorm.weight"
     for layer in range(a.num_layers):
         at = f"model.layers.{layer}."
-        normed = _norm(x, w[at + "input_layernorm.weight"], a.layernorm_epsilon)
+        normed = _norm(x, w[at + "input_layernorm.weight"], a)
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
         update, decision = _attention(normed, lambda n, at=at: w[f"{at}self_attn.{n}"], alone, s)
+        if sandwich:
+            update = _norm(update, w[at + "post_attention_layernorm.weight"], a)
         x = x + update
         if alone.layers[0].window is None:
             decisions.append(decision)
-        normed = _norm(x, w[at + "post_attention_layernorm.weight"], a.layernorm_epsilon)
-        x = x + _mlp(normed, lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
-    x = _norm(x, w["model.norm.weight"], a.layernorm_epsilon)
+        update = _mlp(_norm(x, w[at + before_mlp], a), lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
+        if sandwich:
+            update = _norm(update, w[at + "post_feedforward_layernorm.weight"], a)
+        x = x + update
+    x = _norm(x, w["model.norm.weight"], a)
     head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
     return x @ w[head].T, torch.stack(decisions)
 

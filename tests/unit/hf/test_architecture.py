@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -11,13 +12,14 @@ from dms_train.families import FAMILIES, LayerAttention
 from dms_train.hf.architecture import RopeScaling, from_hf_config, to_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.json_files import read_config
+from dms_train.hf.tensors import expected_shapes
 
 
 def native(family, **values):
     """Transformers' own config object."""
     import transformers
 
-    return getattr(transformers, f"{FAMILIES[family].classes}Config")(**values)
+    return getattr(transformers, FAMILIES[family].config_class)(**values)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,6 +105,50 @@ def test_published_configs():
     read = from_hf_config(qwen)
     assert read.kv_channels == 128  # transformers' default for qwen3, not hidden / heads
     assert read.layernorm_epsilon == 1e-6
+
+
+GEMMA3_270M = {
+    "model_type": "gemma3_text",
+    "_sliding_window_pattern": 6,
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "use_bidirectional_attention": False,
+    "vocab_size": 262144,
+}
+
+
+def test_published_gemma_3():
+    """The keys of the 270M model as published, and those by which larger models differ."""
+    read = from_hf_config(GEMMA3_270M)
+    assert read.method_layers == [5, 11, 17]
+    assert read.layers[0] == LayerAttention(rotary_base=10000.0, window=512)
+    assert read.layers[5] == LayerAttention(rotary_base=1000000.0)
+    assert sum(math.prod(shape) for shape in expected_shapes(read).values()) == 268_098_176
+    older = {**GEMMA3_270M, "sliding_window_pattern": 6}  # without the types of the layers
+    del older["layer_types"]
+    assert from_hf_config(older) == read
+    sizes = {"head_dim": 128, "query_pre_attn_scalar": 168}
+    large = {**GEMMA3_270M, **sizes, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    read = from_hf_config(large)
+    assert read.rope_scaling == RopeScaling(factor=8.0, rope_type="linear")
+    assert read.softmax_scale == pytest.approx(168**-0.5)
+    assert from_hf_config(to_hf_config(read)) == read
 
 
 def test_published_mistral():
@@ -196,6 +242,44 @@ def test_layers_that_no_model_can_have(architecture, changes, named):
     assert re.search(named, line)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"layers": (LayerAttention(rotary_base=5.0), LayerAttention(rotary_base=1e6))},
+            "use rotary_base=1000000.0 in layers without a window",
+        ),
+        (
+            {
+                "layers": (
+                    LayerAttention(rotary_base=None, window=4),
+                    LayerAttention(rotary_base=1e6),
+                )
+            },
+            "one rotary_base in the layers with a window",
+        ),
+        (
+            {
+                "layers": (
+                    LayerAttention(rotary_base=1e6, window=4),
+                    LayerAttention(rotary_base=1e6),
+                )
+            },
+            "use another base in them",
+        ),
+        ({"rope_scaling": RopeScaling(factor=8.0)}, "rope_type=llama3: .*is linear"),
+    ],
+)
+def test_ropes_that_no_gemma_3_can_have(architecture, changes, named):
+    (line,) = dataclasses.replace(architecture("gemma3_text"), **changes).check("model")
+    assert re.search(named, line)
+
+
+def test_a_softmax_scale_that_the_family_has_not_is_refused(architecture):
+    (line,) = dataclasses.replace(architecture("qwen2"), query_scalar=9).check("model")
+    assert line.startswith("model.query_scalar=9: qwen2 models scale by the head size")
+
+
 def test_a_router_that_does_not_train_is_refused(architecture):
     moe = architecture("qwen3_moe")
     changed = dataclasses.replace(moe.experts, topk=1)
@@ -247,6 +331,27 @@ def test_stories(stories):
         ("smollm3", {"no_rope_layers": [1, 2]}, "a list of 1"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "above 0"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("gemma3_text", {"model_type": "gemma3"}, "model_type='gemma3'"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 2}, "layers that read all tokens"),
+        ("gemma3_text", {"layer_types": None}, "layers that read all tokens"),  # 2 of 6
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window=null"),
+        ("gemma3_text", {"rope_local_base_freq": 5.0}, "rope_parameters says 10000.0"),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4},
+                }
+            },
+            "rope_type='linear'",
+        ),
+        ("gemma3_text", {"rope_parameters": None, "rope_local_base_freq": 0}, "number above 0"),
+        ("gemma3_text", {"rope_parameters": None, "rope_local_base_freq": 1e6}, "two bases"),
         ("mistral", {"sliding_window": 255}, "sliding_window=255 .*max_position_embeddings=256"),
         ("mistral", {"sliding_window": "all"}, "sliding_window='all'"),
         ("mistral", {"rope_scaling": {"type": "llama3", "factor": 4.0}}, "llama3"),

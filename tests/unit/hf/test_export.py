@@ -128,6 +128,7 @@ def test_files(export, spec, stories):
     directory = export("qwen3", spec("dms_nvidia"), dtype=torch.bfloat16, source_dir=stories)
     names = {p.name for p in directory.iterdir()}
     assert names == {
+        "adapter_dms.py",
         "config.json",
         "configuration_dms.py",
         "configuration_qwen3_dms.py",

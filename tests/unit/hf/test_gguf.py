@@ -38,7 +38,7 @@ from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.options import ModelOptions
 from tests.support import configs, gguf_files
 
-FAMILIES = ("llama", "qwen2")
+FAMILIES = ("gemma3_text", "llama", "qwen2")
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_logits_are_those_of_transformers_gguf_loading(tmp_path, family):
     }
     gguf_files.write(tmp_path / "m.gguf", a, stored)
     line = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", dtype="fp32")
-    assert line.startswith("quantised weights, dequantised from GGUF (15 Q8_0, ")
+    assert f"{7 * a.num_layers + 1} Q8_0" in line
     options = {"gguf_file": "m.gguf", "dtype": torch.float32, **_dequantising()}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
@@ -127,6 +127,20 @@ def _independent(kind, rows):
     return function(blocks, torch.float32).reshape(len(rows), -1)
 
 
+def test_gemma_3_has_linear_scaling_and_the_27b_its_own_softmax_scale(tmp_path):
+    kept = {"gemma3__rope__scaling__type": "linear", "gemma3__rope__scaling__factor": 8.0}
+    scaled = read_gguf_config(gguf_files.model_file(tmp_path / "s.gguf", "gemma3_text", **kept))
+    assert scaled["rope_parameters"]["full_attention"]["factor"] == 8.0
+    assert scaled["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
+    assert scaled["query_pre_attn_scalar"] == 256  # the head size
+    changes = {"gemma3__block_count": 62, "gemma3__embedding_length": 168}
+    large = read_gguf_config(gguf_files.model_file(tmp_path / "l.gguf", "gemma3_text", **changes))
+    assert large["query_pre_attn_scalar"] == 42  # hidden size / heads
+    refused = gguf_files.model_file(tmp_path / "w.gguf", llama__attention__sliding_window=16)
+    with pytest.raises(HFError, match="sliding_window=16 is not supported"):
+        read_gguf_config(refused)
+
+
 @pytest.mark.parametrize("copies", [True, False])
 def test_an_output_layer_is_dropped_only_if_it_is_the_embedding(tmp_path, copies):
     a = gguf_files.architecture()
@@ -173,7 +187,7 @@ def test_llama_3_scaling_is_found_by_its_factors(tmp_path):
 
 
 REFUSED = {
-    "architecture": ({"general__architecture": "gemma3"}, "general.architecture='gemma3'"),
+    "architecture": ({"general__architecture": "phi3"}, "general.architecture='phi3'"),
     "experts": ({"llama__expert_count": 8}, "llama.expert_count=8"),
     "yarn": ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type='yarn'"),
     "rotary": ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count=8"),

@@ -14,9 +14,9 @@ PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 
 def classes(family):
     """The configuration and the model class that an export of this family defines."""
-    prefix = FAMILIES[family].classes
+    described = FAMILIES[family]
     code = shipped_module(f"modeling_{family}_dms", family)
-    return getattr(code, f"{prefix}ConfigDMS"), getattr(code, f"{prefix}ForCausalLMDMS")
+    return getattr(code, f"{described.config_class}DMS"), getattr(code, f"{described.causal_lm}DMS")
 
 
 def build(family, weights, architecture, spec, *, flat=False):

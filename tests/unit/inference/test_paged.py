@@ -126,6 +126,7 @@ def test_pages_go_back():
         ("qwen2", "keep_all", "dms"),
         ("llama", "auto", None),
         ("smollm3", "auto", "dms"),
+        ("gemma3_text", "auto", "dms"),
     ],
 )
 def test_the_engine_continues_with_the_same_tokens(folder, family, policy, preset):

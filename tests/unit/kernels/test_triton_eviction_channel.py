@@ -73,8 +73,9 @@ def test_decisions_to_merge(length: int, counted: str, noisy: bool, packed: bool
     assert worst < 2e-5
 
 
-def test_swiglu() -> None:
-    assert eviction_channel_cases.worst_swiglu(CPU) < 1e-5
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activations(name: str) -> None:
+    assert eviction_channel_cases.worst_gate(CPU, name) < 1e-5
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])

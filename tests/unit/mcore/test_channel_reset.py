@@ -115,7 +115,8 @@ def test_every_decision_logit_is_minus_the_offset_exactly(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
 ) -> None:
     decisions = facts[family, preset].decisions
-    assert decisions.shape == (2, 4, tiny.LENGTH)
+    layers = len(tiny.architecture(family, num_layers=2).method_layers)
+    assert decisions.shape == (layers, 4, tiny.LENGTH)
     assert (decisions == -5.0).all()
 
 
@@ -158,9 +159,11 @@ def test_with_query_norms_the_reset_changes_logits_little(
 
 
 def projections(engine: McoreEngine) -> list[Any]:
-    layers = engine._models[0].decoder.layers
-    both = [p for x in layers for p in (x.self_attention.linear_qkv.weight,)]
-    return both + [
+    """Weights and biases of the layers on which the method acts."""
+    every = engine._models[0].decoder.layers
+    layers = [every[number] for number in engine.architecture.method_layers]
+    weights = [layer.self_attention.linear_qkv.weight for layer in layers]
+    return weights + [
         layer.self_attention.linear_qkv.bias
         for layer in layers
         if layer.self_attention.linear_qkv.bias is not None
@@ -191,7 +194,8 @@ def test_eviction_channel_rows_lose_weight_and_moments_and_others_lose_nothing(
     before = [optimizer_tensors(engine, p) for p in projections(engine)]
     engine.reset_eviction_channel()
     after = [optimizer_tensors(engine, p) for p in projections(engine)]
-    assert len(after) == (4 if FAMILIES[family].qkv_bias else 2)
+    layers = len(engine.architecture.method_layers)
+    assert len(after) == (2 * layers if FAMILIES[family].qkv_bias else layers)
     for old, new in zip(before, after, strict=True):
         for name in ("weight", "param", *MOMENTS):
             assert old[name][rows].abs().max() > 0

@@ -7,6 +7,7 @@ Without Transformer Engine megatron-core puts mocks in its place, so nothing her
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,28 @@ def test_the_fused_norm_computes_the_same(view: ParallelView) -> None:
         norm.weight.data.copy_(torch.linspace(-1, 2, 32))
     x = torch.randn(3, 2, 32)
     torch.testing.assert_close(norms[1](x), norms[0](x))
+
+
+@pytest.mark.skipif(not dispatch.is_supported(CPU), reason="needs triton's interpreter")
+@pytest.mark.parametrize("kind", [layers.RMSNorm, layers.FusedRMSNorm])
+def test_a_centered_norm_adds_one_in_float32(view: ParallelView, kind: type) -> None:
+    """In float16, against float64: output and both gradients are rounded once."""
+    config = replace(
+        layers_worker.build("local", "llama", view)._config,
+        layernorm_zero_centered_gamma=True,
+        params_dtype=torch.float16,
+    )
+    norm = kind(config, 32, eps=1e-2)
+    norm.weight.data.copy_(torch.linspace(-0.05, 0.05, 32))
+    x = torch.randn(3, 2, 32).half().requires_grad_()
+    exact, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    found = norm(x)
+    wanted = exact * (exact.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * (1 + weight)
+    factors = torch.randn(3, 2, 32).half()
+    found.backward(factors)
+    wanted.backward(factors.double())
+    for a, b in ((found, wanted), (x.grad, exact.grad), (norm.weight.grad, weight.grad)):
+        assert (a.double() - b).abs().max() < 2**-11 * b.abs().max()
 
 
 def test_auto_takes_transformer_engine_where_it_can_be_imported(

@@ -47,6 +47,7 @@ CASES: dict[str, Case] = {
     "nvidia": ("qwen3", {"preset": "dms_nvidia"}, {"step": 2, "target_cr": 8.0}),
     "fastdms": ("qwen2", {"preset": "dms_fastdms"}, {"step": 4, "target_cr": 8.0}),
     "no_rope": ("smollm3", {}, {"step": 3, "target_cr": 8.0}),
+    "sandwich": ("gemma3_text", {}, {"step": 3, "target_cr": 8.0}),
     "window": ("qwen3", {}, {"step": 3, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),
     "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "channel_scale": 0.25}),
@@ -54,9 +55,16 @@ CASES: dict[str, Case] = {
 
 
 def architecture(family: str) -> Architecture:
-    """Two layers, and RoPE that Llama 3's rule changes within a few dozen tokens where it may."""
-    scaled = {"rope_scaling": LLAMA3, "rotary_base": 500_000.0} if family == "llama" else {}
-    return replace(tiny.architecture(family, num_layers=2, kv_channels=16), **scaled)
+    """Two layers, and RoPE that its scaling changes within a few dozen tokens where it may."""
+    changes: dict[str, dict[str, Any]] = {
+        "llama": {"rope_scaling": LLAMA3, "rotary_base": 500_000.0},
+        "gemma3_text": {
+            "rope_scaling": RopeScaling(factor=4.0, rope_type="linear"),
+            "query_scalar": 23,
+        },
+    }
+    tiny_model = tiny.architecture(family, num_layers=2, kv_channels=16)
+    return replace(tiny_model, **changes.get(family, {}))
 
 
 def batches() -> list[Batch]:

@@ -191,6 +191,7 @@ def test_offline_run_read_back(wandb, tmp_path):
     axes = {
         "train/*": "step",
         "branch/*": "step",
+        "early_stop/*": "step",
         "validate_export/*": "step",
         "run_tasks/*": "step",
         "eval/*": "tokens",

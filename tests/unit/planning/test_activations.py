@@ -24,6 +24,7 @@ TP, PP, VP = (
 )
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 BF16: dict[str, Any] = {"params_dtype": "bf16"}
+CP2: dict[str, Any] = {"context_parallel_size": 2}
 SP: dict[str, Any] = {TP: 2, "sequence_parallel": True}
 MLP: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
@@ -73,6 +74,10 @@ CASES = {
     "tp2": case({TP: 2}),
     "tp2_sp": case(SP),
     "tp2_sp_full": case(SP, FULL),
+    "cp2": case(CP2, samples=2),
+    "cp2_selective_qwen3": case(CP2, {"recompute_granularity": "selective"}, family="qwen3"),
+    "cp2_full": case(CP2, FULL),
+    "cp2_lora": case(CP2, train="lora"),
     "pp2_first": case({PP: 2}),
     "pp2_last": case({PP: 2}, stage=1),
     "pp4_second": case({PP: 4}, stage=1, microbatches=4),
@@ -155,7 +160,7 @@ def test_the_model_holds_what_the_plan_counts(measured, name):
     given = stage(CASES[name])
     memory = of_stage(given)
     # the moments of Adam come with its first update
-    masters = given.trained * 4 if given.microbatch.width == 2 else 0
+    masters = given.trained * 4 // given.microbatch.cp if given.microbatch.width == 2 else 0
     counted = memory.weights + memory.gradients + memory.teacher + masters
     assert measured[name]["fixed"] == pytest.approx(counted, rel=0.01)
 

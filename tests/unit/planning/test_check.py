@@ -13,7 +13,7 @@ from dms_train.planning import divide
 from dms_train.planning.check import check
 from tests.support import configs
 
-TP = "parallel__tensor_model_parallel_size"
+TP, CP = "parallel__tensor_model_parallel_size", "parallel__context_parallel_size"
 PP = "parallel__pipeline_model_parallel_size"
 EP = "parallel__expert_model_parallel_size"
 EXPERTS = Experts(count=4, topk=2, ffn_hidden_size=24, normalize=True)
@@ -101,6 +101,14 @@ def test_sound_configurations_pass(world_size, changes):
             {TP: 2, "parallel__sequence_parallel": True, "data__seq_length": 63},
             "sequence parallelism needs a multiple of 2",
         ),
+        (
+            4,
+            {CP: 4},
+            "does not divide the 2 KV heads of a tensor-parallel rank; use a divisor of 2",
+        ),
+        (4, {TP: 2, CP: 2}, "does not divide the 1 KV heads of a tensor-parallel rank"),
+        (2, {CP: 2, "data__seq_length": 63}, "context parallelism needs a multiple of 2"),
+        (3, {CP: 2}, "tensor x pipeline x context size is 2, which does not divide the 3 process"),
         (3, {}, "micro_batch_size x data-parallel size = 1 x 3"),
         (1, {"data__seq_length": 129}, "the model reads at most 128 positions"),
         (1, {"method__window": 64}, "method.window=64: not below data.seq_length=64"),
@@ -270,7 +278,12 @@ def test_architectures_that_cannot_be_built(model, expected):
     [
         (2, "llama", {EP: 2}, "size=2: llama models have no experts; use 1"),
         (3, "qwen3_moe", {EP: 3}, "size=3: does not divide the model's 4 experts"),
-        (2, "qwen3_moe", {EP: 4}, "size=4: does not divide the data-parallel size 2"),
+        (
+            2,
+            "qwen3_moe",
+            {EP: 4},
+            "size=4: does not divide the data-parallel x context-parallel size 2",
+        ),
         (2, "qwen3_moe", {TP: 2}, "sequence_parallel=false: experts need it"),
         (1, "qwen3_moe", GRAPH, "cuda_graph=always: a mixture of experts"),
     ],

@@ -68,6 +68,16 @@ def test_the_words_of_a_layout_make_it():
         assert config(**typed) == layout.config
 
 
+@pytest.mark.parametrize(("length", "sizes"), [(8192, {1}), (131072, {1, 2, 4, 8})])
+def test_long_samples_are_divided_over_context_parallel_ranks(length, sizes):
+    changes = {**SIZE, "data__global_batch_size": 8, "data__seq_length": length}
+    given = configs.config(**changes)
+    found = [layout.config.parallel for layout in layouts.search(given, BIG, 8, H100)]
+    divided = {parallel.context_parallel_size for parallel in found}
+    assert divided <= sizes
+    assert (max(divided) > 1) == (max(sizes) > 1)
+
+
 def test_gpus_that_no_even_pipeline_divides_get_an_uneven_one():
     model = configs.KNOWN["qwen_r1_32b"]
     found = layouts.search(config(), model, 24, H100)

@@ -20,6 +20,9 @@ RUNS = {
     "recipe": only("zero_neuron", "retrofit", "export"),
     "held": only("zero_neuron", "retrofit", "hold", "export"),
     "branched": only("zero_neuron", "retrofit", "hold", "export", hold=HELD),
+    "limited": only(
+        "retrofit", "hold", "export", retrofit=replace(only().retrofit, max_kl=0.8)
+    ),  # a limit that the run does not reach
     "not_exported": only("retrofit", "hold"),
     "pretrained": only("pretrain", "export"),
     "fractional": only(
@@ -74,7 +77,7 @@ def test_the_most_checkpoints_at_a_time(
 
     run(tmp_path, RUNS[name], every_integer_cr=True, fakes=Counting(), **options)
     assert max(seen) <= size.checkpoints
-    assert size.checkpoints <= max(seen) + (1 if name == "branched" else 0)
+    assert size.checkpoints <= max(seen) + (name in ("branched", "limited"))
 
 
 @pytest.mark.parametrize("keep", [1, 2])

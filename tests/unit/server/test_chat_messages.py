@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any, get_type_hints
 
 import openai
@@ -23,7 +21,7 @@ from openai.types.chat import (
 
 from dms_train import LLM, SamplingParams
 from dms_train.inference.messages import plain_messages
-from tests.support import served_model
+from tests.support import launch, served_model
 from tests.support.served_model import NAME, Running
 
 ROUTE = "/v1/chat/completions"
@@ -235,8 +233,7 @@ def test_the_server_has_default_variables_that_a_request_replaces(model, llm):
 
 def serve(model: Any, *arguments: str) -> tuple[int, str]:
     """Exit code and errors of `dms-serve`, which ends before it serves."""
-    command = [sys.executable, "-m", "dms_train.cli.serve", str(model), "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = launch.module("dms_train.cli.serve", str(model), "--port", "0", *arguments)
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 

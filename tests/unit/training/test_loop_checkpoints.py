@@ -129,6 +129,8 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "exported": "cr3",
         "due_export": None,
         "branch_start": None,
+        "kept_step": None,
+        "early_stop": None,
         "permanent": False,
         "architecture": {"family": "llama"},
     }

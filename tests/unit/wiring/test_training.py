@@ -93,6 +93,7 @@ EXPERTS = {
     ),
 }
 LORA = {"method.train": "lora", "lora": {}}
+GEMMA = {**SCRATCH, "model.architecture.family": "gemma3_text"}
 SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -170,6 +171,18 @@ WIRES: dict[str, Wire] = {
     "model.architecture.rope_scaling.original_max_position_embeddings": Wire(
         4096, rope_refusal, "(1.0, 3.0, 4096)", {**SCRATCH, **SCALED}
     ),
+    "model.architecture.rope_scaling.rope_type": Wire(
+        "linear",
+        rope_refusal,
+        "",
+        {**SCRATCH, **SCALED},
+    ),
+    "model.architecture.query_scalar": Wire(
+        16,
+        lambda b: b.engine._models[0].decoder.layers[0].self_attention.core_attention.scale,
+        0.25,
+        GEMMA,
+    ),
     "model.revision": Wire("two", found_model, "b" * 40, {"model.path": "me/tiny"}),
     "model.local_files_only": Wire(False, found_model, "the hub", {"model.path": "me/absent"}),
     "model.max_position_embeddings": Wire(96, exported_positions),
@@ -236,6 +249,9 @@ WIRES: dict[str, Wire] = {
     "stage.retrofit.annealing": Wire(
         "immediate", lambda b: {plan.target_cr for plan in plans("retrofit")(b)}, {3.0}
     ),
+    "stage.retrofit.max_kl": Wire(
+        0.8, lambda b: next(s.max_kl for s in b.prepared.stages if s.name == "retrofit")
+    ),
     "stage.retrofit.loss": Wire("lm", losses("retrofit"), {"lm"}),
     "stage.retrofit.lr": Wire(3e-3, max_lr("retrofit")),
     "stage.hold.steps": Wire(4, lambda b: len(plans("hold")(b))),
@@ -278,6 +294,7 @@ WIRES: dict[str, Wire] = {
         2,
         megatron("pipeline_model_parallel_size"),
     ),
+    "parallel.context_parallel_size": Wire(2, megatron("context_parallel_size")),
     "parallel.virtual_pipeline_model_parallel_size": Wire(
         2,
         megatron("virtual_pipeline_model_parallel_size"),
@@ -375,6 +392,7 @@ ELSEWHERE = {
         "unit/app/test_trace.py::test_ddp_bucket_size_divides_the_reduction_of_gradients"
     ),
     "run.resume": "e2e/bad_inputs/test_run.py::test_bad_input_is_refused",
+    "run.check_teacher": ("unit/wiring/test_teacher_check.py::test_a_silent_teacher_is_refused"),
     "run.dry_run": "e2e/test_evaluate_stage.py::test_the_plan_names_the_tasks",
 }
 

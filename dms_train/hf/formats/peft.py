@@ -1,0 +1,33 @@
+"""Adapter in PEFT's format beside its base model, with configuration and code of format `dms`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated, read_block
+from dms_train.hf.formats.nested import nested_keys
+from dms_train.hf.side_files import is_adapter
+
+
+def _problem(model: ExportedModel) -> str | None:
+    if model.adapter_base is None:
+        return (
+            "the base model has to stay as it is; train with method.train=lora or channel, from "
+            "model.path and without a Hugging Face directory as run.load"
+        )
+    return None
+
+
+def _read(directory: Path, config: dict[str, Any], decision_projection: bool) -> Stated | None:
+    return read_block(directory, config, "dms") if is_adapter(directory) else None
+
+
+FORMAT = ExportFormat(
+    name="peft",
+    consumer="PEFT",
+    preset=None,
+    config_keys=nested_keys,
+    problem=_problem,
+    read=_read,
+)

@@ -1,0 +1,203 @@
+"""Exports in PEFT's format: base and adapter together are the merged export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dms_train.app.exporter import ModelExporter, check_format
+from dms_train.app.verification import verify
+from dms_train.export.writer import write_export
+from dms_train.families import LayerAttention
+from dms_train.hf import formats
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import WeightReader
+from dms_train.hf.errors import HFError
+from dms_train.hf.json_files import read_json, write_json
+from dms_train.hf.tensors import expected_shapes
+from dms_train.inference.models.loader import load_model
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers import adapters
+from dms_train.mcore.options import LoraOptions, OptimOptions, ParallelOptions, Trainable
+from dms_train.method.spec import PRESETS
+from dms_train.planning.trained import peft_parameters
+from dms_train.training.options import ExportOptions
+from tests.support import tiny
+
+METHOD = PRESETS["dms"].override(window=4, alpha_offset=0.5)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FULL = LayerAttention(rotary_base=1e4)
+# biases; q/k norms; one layer with a window, which has no eviction channel
+CASES = {
+    "biases": ("qwen2", {}, "lora", ("q", "k", "v", "o"), "fp32"),
+    "norms in bf16": ("qwen3", {}, "lora", ("q", "v"), "bf16"),
+    "output alone, a window": (
+        "qwen2",
+        {"layers": (FULL, LayerAttention(rotary_base=1e4, window=7))},
+        "lora",
+        ("o",),
+        "fp32",
+    ),
+    "channel alone": ("qwen2", {}, "channel", (), "bf16"),
+}
+
+
+class Exports:
+    """A base model, and an engine with random adapters of it."""
+
+    def __init__(self, folder: Path, view: ParallelView, case: str) -> None:
+        family, sizes, train, targets, self.dtype = CASES[case]
+        self.folder = folder
+        self.architecture = tiny.architecture(family, num_layers=2, **sizes)
+        source = tiny.SmallEvictionChannels(self.architecture, 1, METHOD.channel)
+        self.base = self.dense("base", source.get)
+        lora = LoraOptions(rank=2, alpha=3.0, targets=targets or ("q",))
+        self.trainable = Trainable(weights=train, lora=lora)
+        options = TrainEngineOptions(
+            parallel=ParallelOptions(params_dtype=self.dtype),
+            optim=OptimOptions(lr=0.0),
+            seed=7,
+            trains=False,
+            trainable=self.trainable,
+        )
+        self.engine = McoreEngine(self.architecture, METHOD, view, options, WeightReader(self.base))
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in self.engine._models[0].named_parameters():
+            if adapters.is_adapter(name):
+                values = 0.2 * torch.randn(parameter.shape, generator=generator)
+                parameter.data.copy_(values * (0.1 if "channel" in name else 1.0))
+
+    def dense(self, name: str, get: Callable[[str], Tensor]) -> Path:
+        """Write a dense model in float32 whose numbers the training's dtype may not hold."""
+        write_export(
+            self.folder / name,
+            architecture=self.architecture,
+            spec=None,
+            cr_factor=None,
+            target_cr=1.0,
+            dtype=torch.float32,
+            export_format="dms",
+            weights=[(n, get(n)) for n in expected_shapes(self.architecture)],
+            source_dir=None,
+            selftest=None,
+            provenance={},
+        )
+        return self.folder / name
+
+    def write(self, name: str) -> Path:
+        exporter = ModelExporter(
+            engine=self.engine,
+            options=ExportOptions(format=name),
+            folder=self.folder,
+            tokens=tiny.batch(0).tokens[0],
+            source_dir=None,
+            params_dtype=self.dtype,
+            provenance={"model": str(self.base)},
+            adapter_base=str(self.base),
+        )
+        exporter.write_hf(self.folder / name, {"eviction_enabled": True, "target_cr": 4.0})
+        return self.folder / name
+
+
+@pytest.fixture(params=CASES)
+def exports(request: Any, tmp_path: Path, view: ParallelView) -> Exports:
+    return Exports(tmp_path, view, request.param)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """One rounding to bfloat16, or the rounding of a sum in float32."""
+    relative = 2.0**-8 if expected.dtype == torch.bfloat16 else 1e-6
+    error = (found.double() - expected.double()).abs()
+    return bool((error <= relative * expected.double().abs() + 1e-6).all())
+
+
+def test_base_and_adapter_are_the_merged_export(exports: Exports) -> None:
+    merged, adapter = exports.write("dms"), exports.write("peft")
+    whole, read = WeightReader(merged), WeightReader(adapter)
+    dtype = DTYPES[exports.dtype]
+    differing = []
+    for name in whole.names():
+        expected, found = whole.get(name), read.get(name)
+        if not torch.equal(found.to(dtype), expected):
+            differing.append(name)
+        assert close(found.to(dtype), expected), name
+        assert torch.equal(read.part(name, 0, 1, 3), found[1:3])
+    assert all(".self_attn." in name for name in differing)
+    stated: Any = [formats.read_stated(path) for path in (adapter, merged)]
+    assert [name for name, _ in stated] == ["peft", "dms"]
+    assert stated[0][1] == stated[1][1]
+    assert not (adapter / "model.safetensors").exists()
+    stored = load_file(adapter / "adapter_model.safetensors")
+    size = sum(t.numel() for name, t in stored.items() if not name.endswith("bias"))
+    assert size == peft_parameters(exports.architecture, exports.trainable, METHOD.spec)
+    # the engine loads both, and computes the same
+    ours, theirs = (load_model(path).decoder.state_dict() for path in (adapter, merged))
+    assert all(close(ours[name], theirs[name]) for name in theirs)
+    # the code for transformers merges in the same way; the self-test is that of the training
+    assert verify(adapter).passed
+    assert verify(adapter).kl_per_token <= verify(merged).kl_per_token + 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT reads it
+def test_peft_computes_the_merged_export(exports: Exports) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    merged, adapter = exports.write("dms"), exports.write("peft")
+    expected = AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=True).float()
+    config = AutoConfig.from_pretrained(adapter, trust_remote_code=True)
+    of_class = config.auto_map["AutoModelForCausalLM"]
+    model_class = get_class_from_dynamic_module(of_class, adapter)
+    # as the training rounded it
+    base = model_class.from_pretrained(exports.base, config=config, dtype=DTYPES[exports.dtype])
+    model = peft.PeftModel.from_pretrained(base.float(), adapter)
+    tokens = tiny.batch(0).tokens
+    relative = 2e-2 if exports.dtype == "bf16" else 1e-5
+    wanted = expected(tokens).logits
+    torch.testing.assert_close(model(tokens).logits, wanted, rtol=relative, atol=relative)
+    model = model.merge_and_unload()
+    torch.testing.assert_close(model(tokens).logits, wanted, rtol=relative, atol=relative)
+    state = expected.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert close(tensor.to(DTYPES[exports.dtype]), state[name].to(DTYPES[exports.dtype])), name
+
+
+def test_a_wrong_or_missing_base_is_refused_in_one_line(tmp_path: Path, view: ParallelView) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exports = Exports(tmp_path, view, "biases")
+    adapter = exports.write("peft")
+    config = read_json(adapter / "adapter_config.json")
+    other = tiny.SmallEvictionChannels(exports.architecture, 2, METHOD.channel)
+    for base, message in (
+        (str(exports.dense("other", other.get)), "other weights than th.* of the training"),
+        (str(tmp_path / "gone"), "adapter_config.json: base_model_name_or_path: .*no such direct"),
+        ("", "name the base model"),
+    ):
+        write_json(adapter / "adapter_config.json", {**config, "base_model_name_or_path": base})
+        with pytest.raises((HFError, FileNotFoundError), match=message) as refusal:
+            WeightReader(adapter)
+        if "other weights" in message:
+            with pytest.raises(ValueError, match=message):
+                AutoModelForCausalLM.from_pretrained(adapter, trust_remote_code=True)
+        assert "\n" not in str(refusal.value)
+    write_json(adapter / "adapter_config.json", config)
+    weights = (adapter / "adapter_model.safetensors").read_bytes()
+    (adapter / "adapter_model.safetensors").write_bytes(weights[:-9])
+    with pytest.raises(HFError, match="copy the file again"):
+        WeightReader(adapter)
+
+
+def test_an_adapter_needs_a_frozen_base(tmp_path: Path) -> None:
+    a: Architecture = tiny.architecture("llama")
+    with pytest.raises(formats.ExportRefused, match=r"train with method\.train=lora or"):
+        check_format(ExportOptions(format="peft"), METHOD.spec, a, "fp32", 4.0, None)
+    check_format(ExportOptions(format="peft"), METHOD.spec, a, "fp32", 4.0, "base")
