@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=int, help="of capacity; default: the whole memory")
     parser.add_argument("--gpus", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     parser.add_argument("--blocks", type=int, default=0, help="of the storm; 0: enough for all")
+    parser.add_argument("--eager", action="store_true", help="of the storm; no CUDA graphs")
     add = parser.add_argument_group("trace").add_argument
     add("--max-itl-ms", type=float, default=30, help="limit of the 99th percentile (%(default)s)")
     add("--max-wait-s", type=float, default=2, help="limit of the first token's mean (%(default)s)")
@@ -213,7 +214,7 @@ def storm(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     enough = together * (longest // 16 + 3)  # for all tokens, in blocks of 16
     llm = start(
         vllm, args, together, dtype="float32", max_model_len=longest, gpu_memory_utilization=0.5,
-        num_gpu_blocks_override=args.blocks or enough,
+        num_gpu_blocks_override=args.blocks or enough, enforce_eager=args.eager,
     )  # fmt: skip
     core = llm.llm_engine.engine_core.engine_core
     with marked(llm) as marks, _preemptions(core.scheduler) as preempted:

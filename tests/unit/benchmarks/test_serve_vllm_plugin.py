@@ -107,7 +107,7 @@ def test_the_cache_holds_as_many_dense_sequences_of_every_shape(benchmark: Any) 
 
 def test_the_storm_runs_again_in_a_quarter_of_the_blocks(benchmark: Any) -> None:
     _, (storm,), calls = benchmark("--parts", "storm")
-    assert [call.partition("--blocks ")[2] for call in calls] == ["0", "10"]
+    assert [call.partition("--blocks ")[2] for call in calls] == ["0 --eager", "10"]
     assert storm["blocks"] == 10
     assert storm["blocks_unlimited"] == 40
     assert (storm["equal"], storm["tokens"]) == (1, 4)

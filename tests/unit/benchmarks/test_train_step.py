@@ -94,6 +94,16 @@ def test_ratios_compare_the_same_setting_only() -> None:
     ]
 
 
+def test_copies_are_compared_with_one_gpu_that_trains_the_same_weights() -> None:
+    def row(speed: float, **changes: object) -> dict[str, object]:
+        return {"case": case(kind="dms", **changes).to_dict(), "tokens_per_s_gpu": speed}
+
+    rows = [row(100.0), row(400.0, trains="lora"), row(90.0, layout=Layout(dp=2))]
+    assert list(train_step_page.scaling_lines(rows)) == [
+        "qwen2.5-1.5b dms: DP 2 reaches 0.900 of one GPU's fastest on each"
+    ]
+
+
 def test_a_setting_is_what_is_measured_and_not_for_how_long() -> None:
     assert case(steps=3, profile=True).setting == case(steps=9).setting
     assert case(layers="local").setting != case(layers="transformer_engine").setting
