@@ -23,6 +23,7 @@ PAGES = ("README.md", "docs/quickstart.md", "docs/guides/load_export.md", "docs/
 OTHERWISE = {
     "outputs/demo/hf": "{export}",
     "outputs/cr4/exports/final/hf": "{export}",
+    "outputs/lora/exports/final/hf": "{export}",
     ', device="cuda"': "",
     "Once upon a time": "1: Solve",
 }

@@ -33,7 +33,7 @@ NOT_HERE = ("hf download", "pip install")
 SMALLER = {
     "experiment=qwen_r1_1_5b": "experiment=stories260k data.seq_length=256 method.window=8"
     " data.micro_batch_size=1 data.global_batch_size=2 stage.zero_neuron.steps=2"
-    " run.eval_samples=0 observe=quiet",
+    " run.eval_samples=0 run.check_teacher=false observe=quiet",
     "--workers 8": "--workers 1",
     "--seq-length 8192": "--seq-length 256",
     "--max-new-tokens 4096": "--max-new-tokens 16",

@@ -203,7 +203,7 @@ def test_a_chain_runs_from_text_to_a_validated_export(site: Site, whole: Path) -
     assert (whole / "exports" / "final" / "hf" / "model.safetensors").is_file()
     assert (whole / "report.md").is_file()
     state = json.loads(next((whole / "checkpoints").glob("*/run_state.json")).read_text())
-    assert state["layout"] == {"tp": 2, "pp": 1, "dp": 1}
+    assert state["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 1}
 
 
 def test_a_run_takes_the_space_that_nodes_are_checked_for(whole: Path) -> None:
