@@ -86,6 +86,7 @@ def _write_collected(
     try:
         for name, tensor in tensors.items():
             check_weight(name, tensor, tuple(tensor.shape))
+        (directory / ADAPTER_WEIGHTS).parent.mkdir()
         save_tensors(directory / ADAPTER_WEIGHTS, tensors, metadata)
         write_json(directory / ADAPTER_CONFIG, adapter_config(base, tensors, scale))
     except (HFError, OSError) as error:

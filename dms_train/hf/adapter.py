@@ -1,9 +1,10 @@
 """Adapters in PEFT's format: low-rank changes of frozen projections, beside their base model.
 
 An export in format `peft` has every file of an export except the weights, which are those of the
-base model plus `scale * B A`. The rows of the eviction channels are replaced by trained rows. They
-have ranks of their own: a row of A holds the difference to the base model, the column of B selects
-the row. B of the trained ranks is 0 there, so that the sum is the trained row.
+base model plus `scale * B A`. PEFT's files are in its folder `adapter`. The rows of the eviction
+channels are replaced by trained rows. They have ranks of their own: a row of A holds the difference
+to the base model, the column of B selects the row. B of the trained ranks is 0 there, so that the
+sum is the trained row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.side_files import ADAPTER_CONFIG
 from dms_train.hf.values import Values
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter/adapter_model.safetensors"
 # Keys of the weight file's metadata.
 _ROWS_HASH = "base_rows_sha256"  # of the rows of the base model that are replaced
 _TRAINED = "trained_dtype"  # dtype of the frozen weights in training, by torch's name

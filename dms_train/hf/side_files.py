@@ -13,7 +13,9 @@ from dms_train.hf.errors import HFError
 # and ExLlamaV3 quantization_config.json, Quanto quanto_qmap.json and quantization_map.json,
 # msModelSlim quant_model_description.json, Neural Compressor qconfig.json.
 _QUANTIZED = ("*quant*.json", "qconfig.json", "compression_config.json")
-ADAPTER_CONFIG = "adapter_config.json"
+# Not beside config.json: with PEFT installed, AutoModel would follow it to the plain base model.
+ADAPTER_CONFIG = "adapter/adapter_config.json"
+_FOREIGN_ADAPTER = "adapter_config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -37,8 +39,8 @@ def refuse_side_files(directory: Path) -> None:
                 "model, or delete this file if the weights were converted back"
             )
     # transformers applies an adapter that it finds beside the weights
-    if (directory / ADAPTER_CONFIG).is_file():
+    if (directory / _FOREIGN_ADAPTER).is_file():
         raise HFError(
-            f"{directory / ADAPTER_CONFIG}: adapters are not applied to weights beside them; merge "
-            "the adapter into the weights"
+            f"{directory / _FOREIGN_ADAPTER}: adapters are not applied to weights beside them; "
+            "merge the adapter into the weights"
         )

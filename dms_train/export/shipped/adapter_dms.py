@@ -17,7 +17,8 @@ from transformers.utils import cached_file
 
 __all__ = ["AdapterLoading"]
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# in a folder of their own: transformers itself would follow an adapter beside config.json
+_CONFIG, _WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _Mixed: Any = object  # a mixin precedes a class of transformers, whose type is not known here
 
@@ -42,8 +43,6 @@ class AdapterLoading(_Mixed):
             adapter = json.load(stream)
         config = kwargs.pop("config", None) or cls.config_class.from_pretrained(path, **hub)
         dtype = _dtype(kwargs.pop("torch_dtype", None), kwargs.pop("dtype", None), config.dtype)
-        if (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path") == path:
-            kwargs.pop("adapter_kwargs")  # PEFT would apply the adapter a second time
         revision = adapter.get("revision")  # of the base model; `revision` is that of the adapter
         kwargs = {**kwargs, "revision": revision or "main", "config": config}
         base = adapter["base_model_name_or_path"]

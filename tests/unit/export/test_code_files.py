@@ -29,7 +29,7 @@ ALLOWED = {
     "typing",
 }
 DIGESTS = {
-    "adapter_dms.py": "349a77a94cfbc0c5",
+    "adapter_dms.py": "6a7c7dcfa82b9b39",
     "configuration_dmc.py": "3e07b0c75af88716",
     "configuration_dms.py": "7d2a3596fb56769e",
     "configuration_llama_dmc.py": "efc398054bf24854",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,10 @@ from dms_train.mcore.options import LoraOptions, OptimOptions, ParallelOptions, 
 from dms_train.method.spec import PRESETS
 from dms_train.planning.trained import peft_parameters
 from dms_train.training.options import ExportOptions
-from tests.support import tiny
+from tests.support import launch, tiny
+from tests.unit.export.test_transformers_versions import PATHS, TRANSFORMERS_4
+
+GUIDE = launch.ROOT / "docs" / "guides" / "load_export.md"
 
 METHOD = PRESETS["dms"].override(window=4, alpha_offset=0.5)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,6 +53,22 @@ CASES = {
     ),
     "channel alone": ("qwen2", {}, "channel", (), "bf16"),
 }
+LOAD = """
+import sys
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.utils import is_peft_available
+
+result, *folders = sys.argv[1:]
+assert is_peft_available()
+found = {"version": transformers.__version__}
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        found[folder] = type(model).__name__, model(torch.arange(1, 31)[None]).logits
+torch.save(found, result)
+"""
 
 
 class Exports:
@@ -134,7 +156,7 @@ def test_base_and_adapter_are_the_merged_export(exports: Exports) -> None:
     assert [name for name, _ in stated] == ["peft", "dms"]
     assert stated[0][1] == stated[1][1]
     assert not (adapter / "model.safetensors").exists()
-    stored = load_file(adapter / "adapter_model.safetensors")
+    stored = load_file(adapter / "adapter/adapter_model.safetensors")
     size = sum(t.numel() for name, t in stored.items() if not name.endswith("bias"))
     assert size == peft_parameters(exports.architecture, exports.trainable, METHOD.spec)
     # the engine loads both, and computes the same
@@ -147,18 +169,15 @@ def test_base_and_adapter_are_the_merged_export(exports: Exports) -> None:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT reads it
 def test_peft_computes_the_merged_export(exports: Exports) -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    from transformers import AutoModelForCausalLM
 
     merged, adapter = exports.write("dms"), exports.write("peft")
     expected = AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=True).float()
-    config = AutoConfig.from_pretrained(adapter, trust_remote_code=True)
-    of_class = config.auto_map["AutoModelForCausalLM"]
-    model_class = get_class_from_dynamic_module(of_class, adapter)
-    # as the training rounded it
-    base = model_class.from_pretrained(exports.base, config=config, dtype=DTYPES[exports.dtype])
-    model = peft.PeftModel.from_pretrained(base.float(), adapter)
+    variables: Any = {"adapter": str(adapter), "base_directory": str(exports.base)}
+    snippet = re.findall(r"```py\n(from peft .*?)```", GUIDE.read_text(), re.DOTALL)[0]
+    exec(snippet.rpartition("model = ")[0], variables)  # the last line merges
+    model = variables["model"]
     tokens = tiny.batch(0).tokens
     relative = 2e-2 if exports.dtype == "bf16" else 1e-5
     wanted = expected(tokens).logits
@@ -170,28 +189,62 @@ def test_peft_computes_the_merged_export(exports: Exports) -> None:
         assert close(tensor.to(DTYPES[exports.dtype]), state[name].to(DTYPES[exports.dtype])), name
 
 
+@pytest.mark.parametrize("which", PATHS)
+def test_auto_model_with_peft_reads_a_folder_and_a_hub_id(
+    tmp_path: Path, view: ParallelView, which: str
+) -> None:
+    if not find_spec("peft") or (which == "transformers 4" and not TRANSFORMERS_4.is_dir()):
+        pytest.skip("PEFT or transformers 4 is absent; make setup installs both")
+    exports = Exports(tmp_path, view, "biases")
+    merged, adapter = exports.write("dms"), exports.write("peft")
+    repository = tmp_path / "hub" / "models--someone--adapter"
+    shutil.copytree(adapter, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    result, folders = tmp_path / "result.pt", (str(merged), str(adapter), "someone/adapter")
+    launch.checked(
+        launch.python(
+            "-c",
+            LOAD,
+            str(result),
+            *folders,
+            PYTHONPATH=PATHS[which],
+            HF_MODULES_CACHE=str(tmp_path / "modules"),
+            HF_HUB_CACHE=str(tmp_path / "hub"),
+            HF_HUB_OFFLINE="1",
+        )
+    )
+    found = torch.load(result)
+    assert found.pop("version").startswith("4.") == (which == "transformers 4")
+    for folder in folders:
+        assert found[folder][0] == "Qwen2ForCausalLMDMS"
+        torch.testing.assert_close(found[folder][1], found[str(merged)][1], rtol=1e-5, atol=1e-5)
+
+
 def test_a_wrong_or_missing_base_is_refused_in_one_line(tmp_path: Path, view: ParallelView) -> None:
     from transformers import AutoModelForCausalLM
 
     exports = Exports(tmp_path, view, "biases")
     adapter = exports.write("peft")
-    config = read_json(adapter / "adapter_config.json")
+    config = read_json(adapter / "adapter/adapter_config.json")
     other = tiny.SmallEvictionChannels(exports.architecture, 2, METHOD.channel)
     for base, message in (
         (str(exports.dense("other", other.get)), "other weights than th.* of the training"),
         (str(tmp_path / "gone"), "adapter_config.json: base_model_name_or_path: .*no such direct"),
         ("", "name the base model"),
     ):
-        write_json(adapter / "adapter_config.json", {**config, "base_model_name_or_path": base})
+        write_json(
+            adapter / "adapter/adapter_config.json", {**config, "base_model_name_or_path": base}
+        )
         with pytest.raises((HFError, FileNotFoundError), match=message) as refusal:
             WeightReader(adapter)
         if "other weights" in message:
             with pytest.raises(ValueError, match=message):
                 AutoModelForCausalLM.from_pretrained(adapter, trust_remote_code=True)
         assert "\n" not in str(refusal.value)
-    write_json(adapter / "adapter_config.json", config)
-    weights = (adapter / "adapter_model.safetensors").read_bytes()
-    (adapter / "adapter_model.safetensors").write_bytes(weights[:-9])
+    write_json(adapter / "adapter/adapter_config.json", config)
+    weights = (adapter / "adapter/adapter_model.safetensors").read_bytes()
+    (adapter / "adapter/adapter_model.safetensors").write_bytes(weights[:-9])
     with pytest.raises(HFError, match="copy the file again"):
         WeightReader(adapter)
 
