@@ -8,7 +8,8 @@ from typing import Any
 from dms_train.app import run_folder, training_data
 from dms_train.app.export_evaluation import ModelValidator
 from dms_train.app.exporter import ModelExporter, run_provenance
-from dms_train.app.preparation import Prepared, configured_base
+from dms_train.app.frozen_base import described_base
+from dms_train.app.preparation import Prepared
 from dms_train.app.samples import batch_source, datasets, selftest_tokens
 from dms_train.app.task_evaluation import TaskEvaluator
 from dms_train.app.watch import RunWatch
@@ -60,7 +61,11 @@ def trainer_components(
         options=config.run,
         folder=prepared.folder / "checkpoints",
         is_main_rank=is_main_rank,
-        provenance={**provenance, **contents},
+        provenance={
+            **provenance,
+            **contents,
+            **described_base(prepared.start.adapter_base),
+        },
     )
     return TrainerComponents(
         engine=engine,
@@ -98,7 +103,7 @@ def _exporter(
         source_dir=prepared.start.tokenizer_dir,
         params_dtype=config.parallel.params_dtype,
         provenance=provenance,
-        adapter_base=configured_base(config),
+        adapter_base=prepared.start.adapter_base,
     )
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dms_train.app.exporter import ModelExporter, adapter_base, check_format, run_provenance
+from dms_train.app.exporter import ModelExporter, check_format, run_provenance
+from dms_train.app.frozen_base import stored_base
 from dms_train.app.start_point import described_model
 from dms_train.export.card import TRAINING_DATA
 from dms_train.export.writer import check_replaceable
@@ -130,7 +131,7 @@ def export_checkpoint(
     tokenizer = _tokenizer_dir(tokenizer_from, state.get("model"))
     dtype = options.dtype or "fp32"
     trainable = Trainable.of(state.get(ADAPTERS))
-    base = adapter_base(trainable, state.get("model"))
+    base = stored_base(state)
     if state["eviction_enabled"]:
         check_format(options, spec, architecture, dtype, float(state["target_cr"]), base)
     with open_engine(architecture, spec, dtype, None, trainable) as engine:

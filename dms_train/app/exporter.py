@@ -22,7 +22,6 @@ from dms_train.hf.gguf_directory import read_gguf_record
 from dms_train.hf.selftest import SelfTest
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.engine import McoreEngine
-from dms_train.mcore.options import Trainable
 from dms_train.method.accounting import cr_factor
 from dms_train.method.base import MethodSpec
 from dms_train.method.plan import StepPlan
@@ -53,7 +52,7 @@ def check_format(
     architecture: Architecture,
     params_dtype: str,
     target_cr: float,
-    adapter_base: str | None,
+    adapter_base: formats.AdapterBase | None,
 ) -> None:
     """Refuse an export that its consumer would misread, before any weights exist.
 
@@ -63,7 +62,7 @@ def check_format(
         architecture: The model.
         params_dtype: Precision of the training, `fp32` or `bf16`.
         target_cr: Compression ratio asked for in training.
-        adapter_base: As `adapter_base` returns it.
+        adapter_base: Base model, if adapters of it are all that was trained.
 
     Raises:
         ExportRefused: As `formats.check_export`.
@@ -77,19 +76,6 @@ def check_format(
         adapter_base=adapter_base,
     )
     formats.check_export(export_format(options, spec), model)
-
-
-def adapter_base(trainable: Trainable, model: str | None) -> str | None:
-    """Return how an adapter names its base model; None unless adapters are all that trains.
-
-    Args:
-        trainable: Weights that train.
-        model: Directory, GGUF file or hub id of the base model; None without one.
-    """
-    if model is None or not trainable.adapts:
-        return None
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
 
 
 def check_folder(exports: Path, stage: StageOptions, target_cr: float) -> None:
@@ -113,7 +99,7 @@ class ModelExporter:
         tokens: int64 [T], the text of the self-test.
         source_dir: Model directory whose tokenizer files are carried over.
         params_dtype: Precision of the training, `fp32` or `bf16`.
-        adapter_base: Base model of the format `peft`, see `adapter_base`.
+        adapter_base: Base model, if adapters of it are all that was trained.
     """
 
     engine: McoreEngine
@@ -123,7 +109,7 @@ class ModelExporter:
     source_dir: Path | None
     params_dtype: str
     provenance: dict[str, Any]
-    adapter_base: str | None = None
+    adapter_base: formats.AdapterBase | None = None
 
     def export(self, name: str, state: dict[str, Any]) -> Path:
         """Write a checkpoint, except beside an adapter, and the export; every rank calls it."""
@@ -185,7 +171,7 @@ class ModelExporter:
             weights(partial_directory(path))
         dist.barrier()
 
-    def _base(self, state: dict[str, Any]) -> str | None:
+    def _base(self, state: dict[str, Any]) -> formats.AdapterBase | None:
         """Return the base model of an export that is an adapter; None for another one."""
         is_adapter = export_format(self.options, self.engine.spec) == PEFT.name
         return self.adapter_base if is_adapter and state["eviction_enabled"] else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dms_train.app import inputs, launcher, run_folder
 from dms_train.app.export_evaluation import check_evaluation
-from dms_train.app.exporter import adapter_base, check_folder, check_format
+from dms_train.app.exporter import check_folder, check_format
 from dms_train.app.start_point import StartPoint, find_start, with_known_channel, with_student
 from dms_train.app.task_evaluation import check_tasks
 from dms_train.config.build import ConfigError
@@ -72,14 +72,6 @@ def prepare(config: RunConfig) -> Prepared:
         folder=Path(config.run.dir),
         since=since,
     )
-
-
-def configured_base(config: RunConfig) -> str | None:
-    """Return the base model of adapters; None if the frozen weights are not those of model.path."""
-    load = config.run.load
-    if load is not None and (Path(load) / "config.json").is_file():
-        return None
-    return adapter_base(config.trainable, config.model.path)
 
 
 def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
@@ -171,5 +163,5 @@ def _check_export(
     check_tasks(config, start)
     if compresses:
         params_dtype = config.parallel.params_dtype
-        base = configured_base(config)
+        base = start.adapter_base
         check_format(options, spec, start.architecture, params_dtype, target_cr, base)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from dms_train.app import launcher
+from dms_train.app.frozen_base import stored_base
 from dms_train.app.start_point import (
     StartPoint,
     as_override,
@@ -75,7 +76,8 @@ def resume_point(
     _require_same_method(config, newest, spec)
     state = TrainState.from_dict(stored)
     logger().info("resuming from %s", newest)
-    return replace(start, student=newest, spec=spec, state=state, resumes=True)
+    base = stored_base(stored)
+    return replace(start, student=newest, spec=spec, state=state, resumes=True, adapter_base=base)
 
 
 def _require_same_method(config: RunConfig, path: Path, trained: MethodSpec) -> None:

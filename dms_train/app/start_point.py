@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.app import launcher
+from dms_train.app.frozen_base import frozen_base, stored_base
 from dms_train.config.build import ConfigError, build_dataclass
 from dms_train.config.schema import RunConfig
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.formats import AdapterBase
 from dms_train.limits import AUTO
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints.state import STATE_FILE, require_adapters
@@ -37,6 +39,7 @@ class StartPoint:
             for the original and for a student without an eviction channel.
         state: Position of the run.
         resumes: True if `student` is a checkpoint of this run, with optimizer state.
+        adapter_base: Base model, if adapters train and the frozen weights are its own.
     """
 
     architecture: Architecture
@@ -46,6 +49,7 @@ class StartPoint:
     spec: MethodSpec | None = None
     state: TrainState
     resumes: bool = False
+    adapter_base: AdapterBase | None = None
 
     def require(self, spec: MethodSpec) -> None:
         """Refuse to continue a student with other constants than it was trained with."""
@@ -96,7 +100,11 @@ def find_start(config: RunConfig) -> StartPoint:
     start = _original(
         resolve(model.path, revision=model.revision, local_files_only=model.local_files_only)
     )
-    return replace(start, architecture=model.with_context(start.architecture))
+    return replace(
+        start,
+        architecture=model.with_context(start.architecture),
+        adapter_base=frozen_base(config.trainable, model.path, model.revision),
+    )
 
 
 def _original(directory: Path) -> StartPoint:
@@ -147,10 +155,10 @@ def with_student(start: StartPoint, student: Path, trainable: Trainable) -> Star
         _require_whole_eviction_channel(student, position)
         architecture, trained = described_model(student, stored)
         spec = trained if position.eviction_enabled else None
-        ratio = float(position.target_cr)
+        ratio, base = float(position.target_cr), stored_base(stored)
     elif (student / "config.json").is_file():
         architecture, spec = _whole_model(student), formats.read_spec(student)
-        ratio = formats.read_target_cr(student)
+        ratio, base = formats.read_target_cr(student), None  # the original is not recorded
     else:
         raise ConfigError(
             f"run.load={student}: neither a checkpoint folder ({STATE_FILE}) nor a "
@@ -161,7 +169,7 @@ def with_student(start: StartPoint, student: Path, trainable: Trainable) -> Star
     if asdict(architecture) != asdict(start.architecture):
         raise ConfigError(f"run.load={student}: its architecture is not that of model.path")
     state = TrainState(eviction_enabled=spec is not None, loaded_cr=ratio, target_cr=ratio)
-    return replace(start, student=student, spec=spec, state=state)
+    return replace(start, student=student, spec=spec, state=state, adapter_base=base)
 
 
 def _newest_checkpoint(run: Path) -> Path:

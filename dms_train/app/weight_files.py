@@ -16,6 +16,7 @@ from dms_train.hf.adapter import (
 )
 from dms_train.hf.directory import SHARD_BYTES, dtype_name, name_shards, save_tensors, write_shard
 from dms_train.hf.errors import HFError
+from dms_train.hf.formats import AdapterBase
 from dms_train.hf.json_files import write_json
 from dms_train.hf.side_files import ADAPTER_CONFIG
 from dms_train.hf.tensors import expected_shapes
@@ -58,13 +59,13 @@ def write_weights(
         name_shards(directory, [shards[number] for number in sorted(shards)], total)
 
 
-def write_adapter(engine: McoreEngine, directory: Path, base: str) -> None:
+def write_adapter(engine: McoreEngine, directory: Path, base: AdapterBase) -> None:
     """Write the adapters of a model in PEFT's format; every rank calls it.
 
     Args:
         engine: Engine of the model.
         directory: Directory that rank 0 has made.
-        base: Directory or hub id of the base model.
+        base: The base model.
 
     Raises:
         HFError: On every rank, when a tensor is not finite or the file cannot be written.
@@ -77,7 +78,7 @@ def write_adapter(engine: McoreEngine, directory: Path, base: str) -> None:
 
 
 def _write_collected(
-    collected: AdapterTensors | None, directory: Path, base: str
+    collected: AdapterTensors | None, directory: Path, base: AdapterBase
 ) -> Exception | None:
     """Write the adapters; return why they could not be written."""
     assert collected is not None  # rank 0

@@ -202,9 +202,10 @@ def _training(model: ExportedModel, layout: ExportFormat) -> list[tuple[str, Any
     stop = model.provenance.get(EARLY_STOP)
     measured = "not measured" if model.cr_factor is None else f"{model.cr_factor:.4g}"
     base = model.adapter_base
+    needed = [] if base is None else [("weights", f"an adapter of `{base.name}`, read with it")]
     return [
         ("export format", f"`{layout.name}`, for {layout.consumer}"),
-        *([] if base is None else [("weights", f"an adapter of `{base}`, which is read with it")]),
+        *needed,
         ("dtype", model.dtype),
         ("training step", model.provenance.get("step", UNKNOWN)),
         ("compression ratio asked for in training", f"{model.target_cr:g}"),

@@ -20,7 +20,7 @@ from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, to_hf_config
 from dms_train.hf.directory import WeightWriter, dtype_name, is_finite
 from dms_train.hf.errors import HFError
-from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find_format
+from dms_train.hf.formats import AdapterBase, ExportedModel, ExportFormat, check_export, find_format
 from dms_train.hf.formats.registry import DENSE, MARKER_FILE
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.selftest import SelfTest
@@ -136,7 +136,7 @@ def write_export(  # noqa: PLR0913 - all named
     selftest: SelfTest | None,
     block_size: int = 256,
     provenance: dict[str, Any],
-    adapter_base: str | None = None,
+    adapter_base: AdapterBase | None = None,
 ) -> list[str]:
     """Write a model directory; it appears complete or not at all.
 

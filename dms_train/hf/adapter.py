@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.errors import HFError
+from dms_train.hf.formats.base import AdapterBase
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.side_files import ADAPTER_CONFIG
 from dms_train.hf.values import Values
@@ -41,11 +42,13 @@ def peft_names(projection: str) -> tuple[str, str, str]:
     return down, up, bias
 
 
-def adapter_config(base: str, tensors: Mapping[str, Tensor], scale: float) -> dict[str, Any]:
+def adapter_config(
+    base: AdapterBase, tensors: Mapping[str, Tensor], scale: float
+) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
     Args:
-        base: Directory or hub id of the base model.
+        base: The base model.
         tensors: Tensors by PEFT's names. The rank of a projection is the same in every layer.
         scale: Factor of B A, the same for every projection.
     """
@@ -58,7 +61,8 @@ def adapter_config(base: str, tensors: Mapping[str, Tensor], scale: float) -> di
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base.name,
+        "revision": base.revision,
         "r": rank,
         "lora_alpha": scale * rank,
         "rank_pattern": ranks,
@@ -99,7 +103,7 @@ class Adapter:
 
     Attributes:
         directory: The export.
-        base: Directory, GGUF file or hub id of its base model.
+        base: Its base model.
         dtype: Dtype of merged weights.
 
     Raises:
@@ -113,7 +117,10 @@ class Adapter:
         base = values.values.get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise HFError(f"{path}: base_model_name_or_path={base!r}; name the base model")
-        self.directory, self.base = directory, base
+        revision = values.values.get("revision")
+        if not isinstance(revision, str | None):
+            raise values.refusal("revision", revision, "state a string or null")
+        self.directory, self.base = directory, AdapterBase(base, revision)
         self._scale = values.positive("lora_alpha") / values.whole("r")
         self._tensors, metadata = _read(directory / ADAPTER_WEIGHTS)
         self._rows_hash = metadata.get(_ROWS_HASH)
@@ -128,8 +135,8 @@ class Adapter:
         """
         if _rows_hash(rows.to(self._trained) for rows in base_rows) != self._rows_hash:
             raise HFError(
-                f"{self.directory / ADAPTER_CONFIG}: {self.base} has other weights than the base "
-                "model of the training; correct base_model_name_or_path"
+                f"{self.directory / ADAPTER_CONFIG}: {self.base.name} has other weights than the "
+                "base model of the training; correct base_model_name_or_path"
             )
 
     def changes(self, name: str) -> bool:

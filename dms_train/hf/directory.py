@@ -175,7 +175,7 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 def _base(adapter: Adapter) -> Path:
     """Find the base model of an adapter; FileNotFoundError or HFError naming both."""
     try:
-        return resolve(adapter.base)
+        return resolve(adapter.base.name, revision=adapter.base.revision)
     except (FileNotFoundError, HFError) as error:
         raise type(error)(
             f"{adapter.directory / ADAPTER_CONFIG}: base_model_name_or_path: {error}"

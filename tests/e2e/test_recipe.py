@@ -218,6 +218,12 @@ def test_a_killed_run_of_adapters_resumes_and_exports_the_same(folder: Path) -> 
     assert original.keys() == trained.keys()
     changed = {name.split(".")[-2] for name in trained if (trained[name] != original[name]).any()}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    newest = max((folder / "lora_killed" / "checkpoints").glob("step_????????"))
+    out = folder / "lora_adapter"
+    arguments = [str(newest), str(out), "--format", "peft"]
+    launch.checked(launch.module("dms_train.checkpoints_tools.megatron_to_hf", *arguments))
+    adapter = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(folder / "pretrain/exports/final/hf")
 
 
 def killed(pauses: Path, step: int, words: list[str]) -> None:

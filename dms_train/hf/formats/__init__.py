@@ -5,7 +5,13 @@ Every method has a format of its name (`nested`). Formats for other programs are
 description, `flat` the layout that two formats share. Nothing here needs torch or transformers.
 """
 
-from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
+from dms_train.hf.formats.base import (
+    AdapterBase,
+    ExportedModel,
+    ExportFormat,
+    ExportRefused,
+    Stated,
+)
 from dms_train.hf.formats.registry import (
     FORMATS,
     check_export,
@@ -20,6 +26,7 @@ from dms_train.hf.formats.registry import (
 
 __all__ = [
     "FORMATS",
+    "AdapterBase",
     "ExportFormat",
     "ExportRefused",
     "ExportedModel",

@@ -18,6 +18,19 @@ class ExportRefused(ValueError):
     """Refusal of an export whose consumer would silently compute something else."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """Base model of an adapter.
+
+    Attributes:
+        name: Absolute path of a directory or GGUF file, or a hub id.
+        revision: Hub revision; None for the default one.
+    """
+
+    name: str
+    revision: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModel:
     """Description of an exported model, without its tensors.
@@ -30,8 +43,7 @@ class ExportedModel:
         block_size: Tokens per page of NVIDIA's paged cache.
         cr_factor: Measured number of tokens seen per slot held, or None.
         provenance: JSON values that state where the weights come from.
-        adapter_base: Directory or hub id of the base model, if adapters of it are all that was
-            trained; otherwise None.
+        adapter_base: Base model, if adapters of it are all that was trained; otherwise None.
     """
 
     architecture: Architecture
@@ -41,7 +53,7 @@ class ExportedModel:
     block_size: int
     cr_factor: float | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
-    adapter_base: str | None = None
+    adapter_base: AdapterBase | None = None
 
     def record(self) -> dict[str, Any]:
         """Return the origin of the weights and how far they were compressed."""

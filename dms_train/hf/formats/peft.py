@@ -13,8 +13,15 @@ from dms_train.hf.side_files import is_adapter
 def _problem(model: ExportedModel) -> str | None:
     if model.adapter_base is None:
         return (
-            "the base model has to stay as it is; train with method.train=lora or channel, from "
-            "model.path and without a Hugging Face directory as run.load"
+            "no base model is recorded whose weights stayed as they are; train with "
+            "method.train=lora or channel, from model.path and without a Hugging Face directory as "
+            "run.load"
+        )
+    base = model.adapter_base.name
+    if Path(base).is_file() or base.endswith(".gguf"):
+        return (
+            f"neither PEFT nor transformers can load the base model {base}; train from the "
+            "directory that dms-import makes of it"
         )
     return None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,24 +16,36 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dms_train.app.conversion import export_checkpoint
 from dms_train.app.exporter import ModelExporter, check_format
+from dms_train.app.frozen_base import described_base, frozen_base
+from dms_train.app.start_point import find_start, with_student
 from dms_train.app.verification import verify
+from dms_train.cli.config_source import compose
 from dms_train.export.writer import write_export
 from dms_train.families import LayerAttention
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader
 from dms_train.hf.errors import HFError
+from dms_train.hf.formats import AdapterBase
 from dms_train.hf.json_files import read_json, write_json
 from dms_train.hf.tensors import expected_shapes
 from dms_train.inference.models.loader import load_model
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters
-from dms_train.mcore.options import LoraOptions, OptimOptions, ParallelOptions, Trainable
+from dms_train.mcore.options import (
+    ALL_WEIGHTS,
+    LoraOptions,
+    OptimOptions,
+    ParallelOptions,
+    Trainable,
+)
 from dms_train.method.spec import PRESETS
 from dms_train.planning.trained import peft_parameters
 from dms_train.training.options import ExportOptions
+from dms_train.training.state import TrainState
 from tests.support import launch, tiny
 from tests.unit.export.test_transformers_versions import PATHS, TRANSFORMERS_4
 
@@ -113,7 +127,7 @@ class Exports:
         )
         return self.folder / name
 
-    def write(self, name: str) -> Path:
+    def write(self, name: str, base: AdapterBase | None = None) -> Path:
         exporter = ModelExporter(
             engine=self.engine,
             options=ExportOptions(format=name),
@@ -122,7 +136,7 @@ class Exports:
             source_dir=None,
             params_dtype=self.dtype,
             provenance={"model": str(self.base)},
-            adapter_base=str(self.base),
+            adapter_base=base or AdapterBase(str(self.base)),
         )
         exporter.write_hf(self.folder / name, {"eviction_enabled": True, "target_cr": 4.0})
         return self.folder / name
@@ -191,17 +205,20 @@ def test_peft_computes_the_merged_export(exports: Exports) -> None:
 
 @pytest.mark.parametrize("which", PATHS)
 def test_auto_model_with_peft_reads_a_folder_and_a_hub_id(
-    tmp_path: Path, view: ParallelView, which: str
+    tmp_path: Path, view: ParallelView, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     if not find_spec("peft") or (which == "transformers 4" and not TRANSFORMERS_4.is_dir()):
         pytest.skip("PEFT or transformers 4 is absent; make setup installs both")
     exports = Exports(tmp_path, view, "biases")
-    merged, adapter = exports.write("dms"), exports.write("peft")
-    repository = tmp_path / "hub" / "models--someone--adapter"
-    shutil.copytree(adapter, repository / "snapshots" / ("0" * 40))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    result, folders = tmp_path / "result.pt", (str(merged), str(adapter), "someone/adapter")
+    merged, adapter = exports.write("dms"), exports.write("peft", AdapterBase("one/base", "v2"))
+    for name, folder, revision in (("base", exports.base, "v2"), ("adapter", adapter, "main")):
+        repository = tmp_path / "hub" / f"models--one--{name}"
+        shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+        (repository / "refs").mkdir()
+        (repository / "refs" / revision).write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert set(WeightReader(adapter).names()) == set(WeightReader(merged).names())
+    result, folders = tmp_path / "result.pt", (str(merged), str(adapter), "one/adapter")
     launch.checked(
         launch.python(
             "-c",
@@ -253,4 +270,40 @@ def test_an_adapter_needs_a_frozen_base(tmp_path: Path) -> None:
     a: Architecture = tiny.architecture("llama")
     with pytest.raises(formats.ExportRefused, match=r"train with method\.train=lora or"):
         check_format(ExportOptions(format="peft"), METHOD.spec, a, "fp32", 4.0, None)
-    check_format(ExportOptions(format="peft"), METHOD.spec, a, "fp32", 4.0, "base")
+    for base, refused in (("base", False), ("base.gguf", True)):
+        with pytest.raises(formats.ExportRefused, match="dms-import") if refused else nullcontext():
+            check_format(
+                ExportOptions(format="peft"), METHOD.spec, a, "fp32", 4.0, AdapterBase(base)
+            )
+
+
+def test_a_checkpoint_names_the_model_of_its_frozen_weights(
+    tmp_path: Path, view: ParallelView
+) -> None:
+    """The weights come from a Hugging Face directory as `run.load`, then from this checkpoint."""
+    exports = Exports(tmp_path, view, "biases")
+    other = tiny.SmallEvictionChannels(exports.architecture, 2, METHOD.channel)
+    words = ["stage=pretrain", "data.paths=[none]", "method.train=lora", "model.revision=v2"]
+    config = compose([*words, f"model.path={exports.dense('other', other.get)}"])
+    start = find_start(config)
+    assert start.adapter_base == AdapterBase(str(tmp_path / "other"))
+    continued = with_student(start, exports.base, exports.trainable)
+    described = {"architecture": asdict(exports.architecture), "model": config.model.path}
+    for name, begun in (("loaded", continued), ("continued", start)):
+        state = TrainState(eviction_enabled=True, target_cr=4.0).to_dict()
+        base = described_base(begun.adapter_base)
+        exports.engine.save(tmp_path / name, {**state, **described, **base})
+        student = with_student(start, tmp_path / name, exports.trainable)
+        assert student.adapter_base == begun.adapter_base
+    assert continued.adapter_base is None
+    with pytest.raises(formats.ExportRefused, match="no base model is recorded"):
+        export_checkpoint(
+            tmp_path / "loaded",
+            tmp_path / "out",
+            ExportOptions(format="peft", dtype="fp32"),
+            tokenizer_from=None,
+            selftest_tokens=None,
+        )
+    lora = exports.trainable
+    assert frozen_base(lora, "one/base", "v2") == AdapterBase("one/base", "v2")
+    assert frozen_base(ALL_WEIGHTS, "one/base", "v2") is None
