@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import read_spec
+from dms_train.hf.side_files import is_adapter
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.vllm_plugin.errors import PluginError
 
@@ -24,11 +25,14 @@ def read_dms_spec(model: str | Path) -> DMSSpec:
     """Read the specification of a model directory or of a downloaded hub model.
 
     Raises:
-        PluginError: The model was not retrofitted with DMS.
+        PluginError: The model was not retrofitted with DMS, or it is an adapter.
         HFError: The directory is damaged.
         FileNotFoundError: There is no such directory.
     """
-    spec = read_spec(resolve(model))
+    directory = resolve(model)
+    if is_adapter(directory):
+        raise PluginError(f"{model}: an adapter; merge it with dms-import and dms-export")
+    spec = read_spec(directory)
     if isinstance(spec, DMSSpec):
         return spec
     found = "it is a dense model" if spec is None else f"it was trained for {spec.kind}"

@@ -102,7 +102,17 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
     cases = {
         name: (export, options, environment) for name, (options, environment, _) in REFUSED.items()
     }
-    others = {"export": export, "dense": dense, "plain": plain, "mislabelled": mislabelled}
+    adapter = write(folder / "adapter", retrofitted=True, preset="dms", export_format="dms")
+    (adapter / "model.safetensors").unlink()
+    (adapter / "adapter").mkdir()
+    write_json(adapter / "adapter" / "adapter_config.json", {})
+    others = {
+        "adapter": adapter,
+        "export": export,
+        "dense": dense,
+        "plain": plain,
+        "mislabelled": mislabelled,
+    }
     as_dms = {"retrofitted": True, "preset": "dms", "export_format": "dms"}
     others |= {name: write(folder / name, a=a, **as_dms) for name, (a, _) in UNSERVED.items()}
     cases |= {name: (path, {}, {}) for name, path in others.items()}
@@ -128,6 +138,12 @@ def test_a_model_that_is_not_served_is_refused_in_one_line(configured, name):
     error = configured[name]["error"]
     assert error.startswith(f"PluginError: a DMS model in vLLM: {UNSERVED[name][1]}")
     assert "\n" not in error
+
+
+def test_an_adapter_is_refused(configured):
+    error = configured["adapter"]["error"]
+    assert error.startswith("PluginError")
+    assert error.endswith("an adapter; merge it with dms-import and dms-export")
 
 
 def test_a_dms_model_under_a_plain_architecture_is_refused(configured):
