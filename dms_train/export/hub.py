@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dms_train.hf.json_files import read_json
+from dms_train.hf.side_files import ADAPTER_CONFIG, is_adapter
 from dms_train.hf.typed import typed
 
 
@@ -47,9 +49,11 @@ def push(directory: Path, repo_id: str, *, private: bool) -> str:
         Address of the repository.
 
     Raises:
-        HubError: The hub refused, or could not be reached; one line.
+        HubError: The export is an adapter of a local model, the hub refused, or it could not be
+            reached; one line.
     """
     check_upload(repo_id)
+    _refuse_local_base(directory)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -67,3 +71,14 @@ def push(directory: Path, repo_id: str, *, private: bool) -> str:
         fix = "check the network and HF_ENDPOINT"
         raise HubError(f"{repo_id}: {api.endpoint} cannot be reached; {fix}") from error
     return str(url)
+
+
+def _refuse_local_base(directory: Path) -> None:
+    """Refuse an adapter whose base model only this machine has."""
+    base = read_json(directory / ADAPTER_CONFIG) if is_adapter(directory) else {}
+    name = str(base.get("base_model_name_or_path", ""))
+    if Path(name).is_absolute():
+        raise HubError(
+            f"{directory}: its base model {name} is a path on this machine; "
+            "train with a hub id as model.path, or upload the merged export"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support import launch
@@ -71,6 +73,20 @@ def test_what_cannot_be_uploaded_is_refused_on_one_line(tmp_path, repo_id, envir
     assert done.returncode == 2
     assert all(word in last for word in named)
     assert "Traceback" not in done.stderr
+
+
+def test_an_adapter_of_a_local_model_is_refused_on_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    for base, refused in (("/models/base", True), ("someone/base", False)):
+        config = json.dumps({"base_model_name_or_path": base})
+        (tmp_path / "adapter" / "adapter_config.json").write_text(config)
+        with hub_server(TOKEN) as hub:
+            done = upload(tmp_path, tmp_path, HF_ENDPOINT=hub.endpoint)
+        assert done.returncode == (2 if refused else 0)
+        assert bool(hub.created) != refused
+        assert ("/models/base is a path" in done.stderr) == refused
+        assert "Traceback" not in done.stderr
 
 
 def test_a_token_without_rights_is_named(tmp_path):
