@@ -64,7 +64,7 @@ def trainer_components(
         provenance={
             **provenance,
             **contents,
-            **described_base(prepared.start.adapter_base),
+            **described_base(prepared.start.adapter_base, config.parallel.params_dtype),
         },
     )
     return TrainerComponents(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ def stored_base(state: Mapping[str, Any]) -> AdapterBase | None:
     return None if base is None or state.get(ADAPTERS) is None else AdapterBase(**base)
 
 
-def described_base(base: AdapterBase | None) -> dict[str, Any]:
-    """Return the entry of a checkpoint's state that `stored_base` reads."""
+def described_base(base: AdapterBase | None, params_dtype: str) -> dict[str, Any]:
+    """Return the entry of a checkpoint's state that `stored_base` reads.
+
+    Args:
+        base: Base model at the start of the run.
+        params_dtype: Precision of the run, `fp32` or `bf16`.
+    """
+    if base is not None and params_dtype == "bf16":
+        base = replace(base, dtype="bfloat16")
     return {_KEY: None if base is None else asdict(base)}

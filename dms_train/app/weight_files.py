@@ -83,7 +83,10 @@ def _write_collected(
     """Write the adapters; return why they could not be written."""
     assert collected is not None  # rank 0
     tensors, scale, base_rows = collected
-    metadata = adapter_metadata(base_rows, dtype_name(base_rows[0].dtype))
+    dtype = base_rows[0].dtype
+    # float32 may hold weights that an earlier run or the checkpoint's own run rounded
+    trained = base.dtype if dtype == torch.float32 else dtype_name(dtype)
+    metadata = adapter_metadata(base_rows, trained)
     try:
         for name, tensor in tensors.items():
             check_weight(name, tensor, tuple(tensor.shape))

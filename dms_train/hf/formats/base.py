@@ -25,10 +25,12 @@ class AdapterBase:
     Attributes:
         name: Absolute path of a directory or GGUF file, or a hub id.
         revision: Hub revision; None for the default one.
+        dtype: Dtype to which the training rounded its weights, by torch's name.
     """
 
     name: str
     revision: str | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dms_train.app.conversion import export_checkpoint
 from dms_train.app.exporter import ModelExporter, check_format
-from dms_train.app.frozen_base import described_base, frozen_base
+from dms_train.app.frozen_base import described_base, frozen_base, stored_base
 from dms_train.app.start_point import find_start, with_student
 from dms_train.app.verification import verify
 from dms_train.cli.config_source import compose
@@ -96,19 +96,24 @@ class Exports:
         self.base = self.dense("base", source.get)
         lora = LoraOptions(rank=2, alpha=3.0, targets=targets or ("q",))
         self.trainable = Trainable(weights=train, lora=lora)
-        options = TrainEngineOptions(
-            parallel=ParallelOptions(params_dtype=self.dtype),
-            optim=OptimOptions(lr=0.0),
-            seed=7,
-            trains=False,
-            trainable=self.trainable,
-        )
-        self.engine = McoreEngine(self.architecture, METHOD, view, options, WeightReader(self.base))
+        self.engine = self.new_engine(view, self.dtype, WeightReader(self.base))
         generator = torch.Generator().manual_seed(3)
         for name, parameter in self.engine._models[0].named_parameters():
             if adapters.is_adapter(name):
                 values = 0.2 * torch.randn(parameter.shape, generator=generator)
                 parameter.data.copy_(values * (0.1 if "channel" in name else 1.0))
+
+    def new_engine(
+        self, view: ParallelView, dtype: str, source: WeightReader | None
+    ) -> McoreEngine:
+        options = TrainEngineOptions(
+            parallel=ParallelOptions(params_dtype=dtype),
+            optim=OptimOptions(lr=0.0),
+            seed=7,
+            trains=False,
+            trainable=self.trainable,
+        )
+        return McoreEngine(self.architecture, METHOD, view, options, source)
 
     def dense(self, name: str, get: Callable[[str], Tensor]) -> Path:
         """Write a dense model in float32 whose numbers the training's dtype may not hold."""
@@ -291,7 +296,7 @@ def test_a_checkpoint_names_the_model_of_its_frozen_weights(
     described = {"architecture": asdict(exports.architecture), "model": config.model.path}
     for name, begun in (("loaded", continued), ("continued", start)):
         state = TrainState(eviction_enabled=True, target_cr=4.0).to_dict()
-        base = described_base(begun.adapter_base)
+        base = described_base(begun.adapter_base, "fp32")
         exports.engine.save(tmp_path / name, {**state, **described, **base})
         student = with_student(start, tmp_path / name, exports.trainable)
         assert student.adapter_base == begun.adapter_base
@@ -307,3 +312,19 @@ def test_a_checkpoint_names_the_model_of_its_frozen_weights(
     lora = exports.trainable
     assert frozen_base(lora, "one/base", "v2") == AdapterBase("one/base", "v2")
     assert frozen_base(ALL_WEIGHTS, "one/base", "v2") is None
+
+
+def test_an_adapter_in_float32_of_a_run_in_bf16_has_the_rounded_base(
+    tmp_path: Path, view: ParallelView
+) -> None:
+    """dms-export reads every checkpoint in float32 unless it is told another dtype."""
+    exports = Exports(tmp_path, view, "norms in bf16")
+    base = described_base(AdapterBase(str(exports.base)), exports.dtype)
+    exports.engine.save(tmp_path / "checkpoint", base)
+    exports.dtype, exports.engine = "fp32", exports.new_engine(view, "fp32", None)
+    state = exports.engine.load(tmp_path / "checkpoint", with_optimizer=False)
+    whole = WeightReader(exports.write("dms"))
+    read = WeightReader(exports.write("peft", stored_base(state)))
+    changed = [name for name in whole.names() if "q_proj" in name or "v_proj" in name]
+    assert changed
+    assert all(close(read.get(name), whole.get(name)) for name in changed)
