@@ -1,11 +1,12 @@
 """Collectives of a training step in any layout, found by running a small one in one process.
 
 Torch's `fake` backend takes part in every collective without sending anything. The real model,
-optimizer and schedule therefore run as one rank of any number of ranks. Tensor,
-context, pipeline and data sizes and the width of the model are those of the configuration. Counts
-and bytes are linear in the layers of a chunk, in the tokens of a microbatch and in the number of
-microbatches. Eight small steps measure them at two values of each, and the result is extended to
-the configuration. Matrix products are replaced by zeros of their shapes.
+optimizer and schedule therefore run as one rank of any number of ranks. Tensor, context, pipeline
+and data sizes and the width of the model are those of the configuration. Counts and bytes are
+linear in the layers of a chunk, in the tokens of a microbatch and in the number of microbatches.
+Eight small steps measure them at two values of each, and the result is extended to the
+configuration. Matrix products are replaced by zeros of their shapes. Every layer of the small model
+has decisions, so that bytes of decisions are too many for a model with windows.
 """
 
 from __future__ import annotations

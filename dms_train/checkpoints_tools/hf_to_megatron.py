@@ -1,4 +1,4 @@
-"""Convert a Hugging Face model to a Megatron checkpoint that any TP x PP layout can load.
+"""Convert a Hugging Face model to a Megatron checkpoint that any layout can load.
 
 A GGUF file of llama.cpp is dequantised to a Hugging Face directory instead.
 """

@@ -1,4 +1,4 @@
-"""Convert a Megatron checkpoint of any TP x PP layout to a Hugging Face directory.
+"""Convert a Megatron checkpoint of any layout to a Hugging Face directory.
 
 Works on the checkpoints of a run (RUN/checkpoints/step_*) and on its Megatron exports. The result
 holds weights, tokenizer, the code that transformers runs, and a self-test for dms-verify.

@@ -75,6 +75,7 @@ _END_NAMES = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<|end|>",
+    "<end_of_turn>",
 )
 
 

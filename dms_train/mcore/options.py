@@ -35,8 +35,8 @@ class ParallelOptions:
         num_layers_in_first_pipeline_stage: Layers of the first stage; the stages without a number
             of their own divide the other layers evenly. None for an even share.
         num_layers_in_last_pipeline_stage: The same for the last stage, which also computes logits.
-        expert_model_parallel_size: Number of data-parallel ranks that share the experts of a
-            mixture of experts; 1 where every rank holds all of them.
+        expert_model_parallel_size: Number of data- and context-parallel ranks that share the
+            experts of a mixture of experts; 1 where every rank holds all of them.
         sequence_parallel: Shard norms and residuals over tokens within the tensor-parallel group.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (`recompute_modules`) or `full` (whole layers).

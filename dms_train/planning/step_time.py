@@ -54,7 +54,7 @@ class StepTime:
         matmul: Products of layers and head.
         attention: Forward, backward and recomputed attention.
         traffic: Norms, activations and other work that memory limits.
-        communication: Tensor-parallel, pipeline and data-parallel.
+        communication: Of all parallel dimensions.
         update: The optimizer.
         bubble: Waiting for the other stages of the pipeline.
     """

@@ -79,6 +79,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, CP2),
     "cp4": (4, {"context_parallel_size": 4}),
+    "dp2_cp2": (4, CP2),
     "cp2_tp2": (4, {**CP2, "tensor_model_parallel_size": 2}),
     "recompute_cp2_tp2_sp": (
         4,
@@ -115,6 +116,8 @@ CONTEXT_CASES = [
     ("qwen3", "dms_fastdms", "cp2_tp2", "retrofit"),
     ("llama", "dms", "recompute_cp2_tp2_sp", "packed"),
     ("qwen2", "dms", "selective_cp2_pp2_vp2", "mixed"),
+    ("qwen2", "dms", "dp2_cp2", "packed"),
+    ("gemma3_text", "dms", "cp2", "packed"),
 ]
 # By default packed documents run in these layouts, which between them shard and recompute
 # everything.

@@ -34,7 +34,7 @@ def collect(
 ) -> AdapterTensors | None:
     """Collect the adapters of model chunks on rank 0; every rank calls it, the others get None."""
     own = _own(models)
-    sends = view.tp_rank == 0 and view.dp_rank == 0
+    sends = view.tp_rank == 0 and view.dp_rank == 0 and view.cp_rank == 0
     everyone = groups.of_ranks(lambda: own if sends else {})
     if view.rank != 0:
         return None

@@ -259,7 +259,7 @@ class DMSModel(LanguageModule):
         self._stage_input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [b, s] as [s/tp, b, h]."""
+        """Embed tokens [b, s] as [s, b, h], or this rank's positions of it."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         embedded: Tensor = self.embedding(tokens, positions)
         return embedded * self._embedding_scale if self._embedding_scale != 1 else embedded

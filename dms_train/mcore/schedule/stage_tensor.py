@@ -1,11 +1,12 @@
 """State exchanged by pipeline stages, packed into the one tensor that the schedules support.
 
-    [student S/tp rows | teacher S/tp rows (if any) | 1 row of eviction statistics]      each row
-    [b, hidden]
+    [student s rows | teacher s rows (if any) | 1 row of eviction statistics]
+    each row [b, hidden]
 
-The row of eviction statistics holds the columns of `EvictionStats`: per-sample sums over the heads
-of this tensor-parallel rank. They stay exact fp32 values in any dtype of the stage tensor. Their
-gradients flow back through the same row.
+s are the positions of this rank: S / (tp cp) of S with sequence parallelism. The row of eviction
+statistics holds the columns of `EvictionStats`: per-sample sums over the heads of this rank. They
+stay exact fp32 values in any dtype of the stage tensor. Their gradients flow back through the same
+row.
 """
 
 from __future__ import annotations
