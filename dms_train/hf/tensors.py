@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.typed import typed
-
-if TYPE_CHECKING:
-    import torch
 
 Shape = tuple[int, ...]
 
@@ -42,12 +37,3 @@ def expected_shapes(architecture: Architecture) -> dict[str, Shape]:
     if not a.tie_word_embeddings:
         shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
     return shapes
-
-
-def embedding_scale(architecture: Architecture, dtype: torch.dtype) -> float:
-    """Return the factor on embeddings of this dtype, rounded to it; 1.0 for most families."""
-    import torch
-
-    if not architecture.described.scaled_embeddings:
-        return 1.0
-    return float(torch.tensor(architecture.hidden_size**0.5, dtype=dtype))

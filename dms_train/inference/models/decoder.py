@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.tensors import embedding_scale
+from dms_train.hf.embeddings import embedding_scale
 from dms_train.inference.cache.interface import KVCache, rotation_table
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import (

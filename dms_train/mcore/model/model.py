@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.tensors import embedding_scale
+from dms_train.hf.embeddings import embedding_scale
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
