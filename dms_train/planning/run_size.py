@@ -81,10 +81,16 @@ def checkpoint_count(config: RunConfig, loaded_cr: float, begin: str) -> int:
     One that is being written counts. The number is 0 if nothing is trained from `begin` on.
     """
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
-    remaining = _trained(stages[config.stage.run.index(begin) :])
+    first_stage = config.stage.run.index(begin)
+    remaining = _trained(stages[first_stage:])
     if not remaining:
         return 0
-    returns = any(list(taken_branches(stage)) or _kept_steps(stage) for stage in remaining)
+    keep = config.run.keep_checkpoints
+    # of several checkpoints that a stage leaves, the older ones may still return to a kept one
+    limited = remaining if keep == 1 else _trained(stages[:first_stage])[-1:] + remaining
+    returns = any(map(_kept_steps, limited)) or any(
+        list(taken_branches(stage)) for stage in remaining
+    )
     saves, first = 0, 0
     for stage in _trained(stages):
         saved = {stage.steps, *(step - first for step in _interval_steps(config, first, stage))}
@@ -93,7 +99,7 @@ def checkpoint_count(config: RunConfig, loaded_cr: float, begin: str) -> int:
         saved.update(_kept_steps(stage))
         saves, first = saves + len(saved), first + stage.steps
     # one more is being written; another one is kept to return to
-    return min(saves, config.run.keep_checkpoints + 1) + returns
+    return min(saves, keep + 1) + returns
 
 
 def _export_bytes(config: RunConfig, architecture: Architecture) -> int:

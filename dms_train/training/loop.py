@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def run(
     When the watch reports that the run must stop, everything is saved and the final position is
     before the end of the last stage.
     """
+    components.saver.remove_old(state)  # a killed run may have left them
     for stage in stages[: state.stage]:
         # the run may have been killed after saving and before it marked the stage as done
         components.watch.done(_name(stage), state.step)
@@ -123,7 +125,6 @@ def _run_stage(stage: Stage, state: TrainState, components: TrainerComponents) -
     stops = False
     for stage_step in range(state.stage_step + 1, stage.steps + 1):
         _step(stage, state, components)
-        kept = state.kept_step
         ends = _measure(stage, stage_step, state, components)
         _plan_export(stage, stage_step, state, components)
         stops = components.watch.must_stop()
@@ -131,7 +132,6 @@ def _run_stage(stage: Stage, state: TrainState, components: TrainerComponents) -
             _finish(stage, state, components)
         else:
             _save(state, components, stops=stops)
-        _release(kept, state, components)
         if stops and not ends:
             components.reporter.end_stage(state.step)
             return True  # the resumed run writes the due export
@@ -198,8 +198,9 @@ def _return_to_kept(
     loaded = components.engine.load(saver.step_path(state.kept_step), with_optimizer=True)
     state.target_cr = TrainState.from_dict(loaded).target_cr
     state.exported = None  # the final export states the early stop
-    state.early_stop = {"max_kl": max_kl, "cr": reached, "kl": kl, "kept_cr": state.target_cr}
-    components.reporter.measured(state.step, state.early_stop, "early_stop/")
+    measured = {"max_kl": max_kl, "cr": reached, "kl": kl, "kept_cr": state.target_cr}
+    state.early_stop = {**measured, "kl": kl if math.isfinite(kl) else None}
+    components.reporter.measured(state.step, measured, "early_stop/")
     components.reporter.note(f"{above}; the run continues from ratio {state.target_cr:g}")
 
 
@@ -215,18 +216,12 @@ def _plan_export(
         state.due_export = f"cr{ratio}"
 
 
-def _release(kept: int | None, state: TrainState, components: TrainerComponents) -> None:
-    """Let the checkpoint of an earlier kept ratio be deleted, after the save that replaces it."""
-    if kept is not None and kept != state.kept_step:
-        components.saver.release(kept, state)
-
-
 def _save(state: TrainState, components: TrainerComponents, *, stops: bool) -> None:
     """Save a position inside a stage if it is due, or if the stage may return to it."""
     returns = state.branch_start is not None or state.kept_step == state.step
     waits = state.due_export is not None or returns
     if stops or waits or _due(state.step, components.options.save_interval):
-        components.saver.save(state, permanent=returns, required=stops or returns, wait=waits)
+        components.saver.save(state, required=stops or returns, wait=waits)
     else:
         components.saver.poll(state.step)
 
@@ -252,7 +247,7 @@ def _run_branch(stage: Stage, state: TrainState, components: TrainerComponents) 
         _step(branch, state, components)
         stops, ends = components.watch.must_stop(), state.stage_step == branch.steps
         if ends or stops or _due(state.step, components.options.save_interval):
-            components.saver.save(state, permanent=False, required=ends or stops)
+            components.saver.save(state, required=ends or stops)
         else:
             components.saver.poll(start)
         if stops:
@@ -269,7 +264,7 @@ def _end_branch(start: int, state: TrainState, components: TrainerComponents) ->
     """Load the annealing again, then delete the checkpoints of the branch."""
     saver = components.saver
     state.end_branch(components.engine.load(saver.step_path(start), with_optimizer=True))
-    saver.annotate(state, {"branch_start": None, "permanent": state.kept_step == start})
+    saver.annotate(state, {"branch_start": None})
     saver.remove_branch(state)
 
 
@@ -313,7 +308,7 @@ def _finish(stage: Stage, state: TrainState, components: TrainerComponents) -> N
     state.kept_step = None
     state.next_stage()
     components.reporter.end_stage(state.step)
-    components.saver.save(state, permanent=False, required=True)
+    components.saver.save(state, required=True)
 
 
 def _due(step: int, interval: int) -> bool:

@@ -52,16 +52,13 @@ class Saver:
         """Return the folder of the checkpoint after `step` steps."""
         return self.folder / f"step_{step:08d}"
 
-    def save(
-        self, state: TrainState, *, permanent: bool, required: bool, wait: bool = False
-    ) -> None:
+    def save(self, state: TrainState, *, required: bool, wait: bool = False) -> None:
         """Save the position of the run, after finishing a pending save.
 
         First wait up to 30 seconds for checkpoints that are being deleted, because they take space.
 
         Args:
             state: The position.
-            permanent: Keep this checkpoint until it is annotated as no longer permanent.
             required: Raise when it cannot be written, and wait for it.
             wait: Return when it is complete.
 
@@ -72,7 +69,7 @@ class Saver:
         if self.is_main_rank:
             remove_unfinished(self.folder, self._removals)
             self._removals.wait(_REMOVAL_PATIENCE_SECONDS)
-        described = {**state.to_dict(), "permanent": permanent, **self.provenance}
+        described = {**state.to_dict(), "permanent": False, **self.provenance}
         waits = wait or required or not self.options.async_save
         try:
             self._held_up = self.reporter.timed(
@@ -105,7 +102,7 @@ class Saver:
             return
         start = self.path(state).name
         for path in sorted(self.folder.glob("step_????????")):
-            if path.name > start and _is_temporary(path):
+            if path.name > start and _temporary_state(path) is not None:
                 _queue_removal(path, self._removals)
 
     def annotate(self, state: TrainState, values: dict[str, Any]) -> None:
@@ -113,19 +110,16 @@ class Saver:
 
         A run that resumes from a checkpoint without the record does it again.
         """
-        self._annotate(self.path(state), values)
-
-    def release(self, step: int, state: TrainState) -> None:
-        """Treat the permanent checkpoint of a step like any other, after the save of `state`."""
-        self._annotate(self.step_path(step), {"permanent": False})
-        if self.is_main_rank:
-            remove_old(self.path(state), self.options.keep_checkpoints, self._removals)
-
-    def _annotate(self, path: Path, values: dict[str, Any]) -> None:
+        path = self.path(state)
         try:
             self.engine.annotate(path, values)
         except (OSError, ValueError) as error:
             logger().warning("%s: cannot be updated (%s)", path, error)
+
+    def remove_old(self, state: TrainState) -> None:
+        """Queue the checkpoints that are no longer needed at this position for deletion."""
+        if self.is_main_rank:
+            remove_old(self.path(state), self.options.keep_checkpoints, self._removals)
 
     def poll(self, step: int) -> None:
         """Report, after step `step`, a checkpoint that has become complete."""
@@ -186,25 +180,30 @@ def _row(state: TrainState) -> int:
     return state.step if state.branch_start is None else state.branch_start
 
 
-def _is_temporary(path: Path) -> bool:
-    """Return whether a checkpoint may be deleted; an unreadable one may not."""
+def _temporary_state(path: Path) -> dict[str, Any] | None:
+    """Return the stored position of a checkpoint that may be deleted; an unreadable one may not."""
     try:
-        return not json.loads((path / "run_state.json").read_text())["permanent"]
+        stored: dict[str, Any] = json.loads((path / "run_state.json").read_text())
+        return None if stored["permanent"] else stored
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
-    """Queue all except the newest `keep` temporary checkpoints for deletion, and return them.
+    """Queue old checkpoints for deletion, and return them.
 
-    A folder that cannot be renamed is logged and left.
+    The newest `keep` temporary checkpoints stay, and every checkpoint that one of these may return
+    to (`TrainState.kept_step` and `branch_start`). A folder that cannot be renamed is logged and
+    left.
 
     Folders of later steps than `saved` do not count. Otherwise a run that resumed before a damaged
     checkpoint would delete its own checkpoints in favour of the damaged one.
     """
-    checkpoints = sorted(saved.parent.glob("step_????????"))
-    temporary = [path for path in checkpoints if path.name <= saved.name and _is_temporary(path)]
-    old = temporary[: max(0, len(temporary) - keep)]
+    paths = [path for path in saved.parent.glob("step_????????") if path.name <= saved.name]
+    states = [(path, _temporary_state(path)) for path in sorted(paths, reverse=True)]
+    temporary = [(path, state) for path, state in states if state is not None]
+    needed = {s.get(key) for _, s in temporary[:keep] for key in ("kept_step", "branch_start")}
+    old = [path for path, state in temporary[keep:] if state.get("step") not in needed]
     for path in old:
         _queue_removal(path, removals)
     return old

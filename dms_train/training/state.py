@@ -32,7 +32,8 @@ class TrainState:
         kept_step: Number of finished steps at the last ratio whose KL was within the limit; None
             without a limit or such a ratio. The checkpoint of that step is kept.
         early_stop: Record of an annealing that ended at its KL limit: `max_kl`, the `kl` that was
-            above it and its ratio `cr`, and `kept_cr`, the ratio that the run continues from.
+            above it (None if it was not finite) and its ratio `cr`, and `kept_cr`, the ratio that
+            the run continues from.
     """
 
     stage: int = 0
@@ -49,7 +50,7 @@ class TrainState:
     due_export: str | None = None
     branch_start: int | None = None
     kept_step: int | None = None
-    early_stop: dict[str, float] | None = None
+    early_stop: dict[str, float | None] | None = None
 
     def advance(self, samples: int) -> None:
         """Count one optimizer step."""
@@ -81,9 +82,12 @@ class TrainState:
         return cls(**{f.name: current[f.name] for f in fields(cls) if f.name in current})
 
 
-def describe_early_stop(early_stop: Mapping[str, float]) -> str:
+def describe_early_stop(early_stop: Mapping[str, float | None]) -> str:
     """Describe an early stop (`TrainState.early_stop`) in one sentence."""
-    return (
-        "The annealing ended at compression ratio {kept_cr:g}: the validation KL {kl:.4g} "
-        "nats/token at ratio {cr:g} was above the limit of {max_kl:.4g}."
-    ).format(**early_stop)
+    measured = (
+        "at ratio {cr:g} was not a finite number (limit {max_kl:.4g} nats/token)"
+        if early_stop["kl"] is None
+        else "{kl:.4g} nats/token at ratio {cr:g} was above the limit of {max_kl:.4g}"
+    )
+    kept = "The annealing ended at compression ratio {kept_cr:g}"
+    return f"{kept}: the validation KL {measured}.".format(**early_stop)

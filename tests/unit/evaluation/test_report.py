@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from dms_train.evaluation import report
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.plots import curves_of, read_rows
 from dms_train.evaluation.validation import validate
+from dms_train.observe.sinks import METRICS_FILE, JsonlSink
 
 COST = ("kv_reads.dense", "kv_reads.student", "peak_tokens.dense", "peak_tokens.student")
 BYTES = ("cache_bytes.dense", "cache_bytes.student", "cr_factor")
@@ -75,6 +77,16 @@ def test_report(result, rows, tmp_path):
     for name in (report.TRAINING, report.RETENTION):
         assert f"]({name})" in text
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_of_an_early_stop_whose_kl_is_not_a_number(result, tmp_path):
+    sink = JsonlSink(tmp_path)
+    stop = {"max_kl": 0.05, "cr": 5.0, "kl": math.nan, "kept_cr": 4.0}
+    sink.log(9, {f"early_stop/{name}": value for name, value in stop.items()})
+    sink.close()
+    report.write(result, tmp_path / "out", tmp_path / METRICS_FILE)
+    text = (tmp_path / "out" / report.REPORT).read_text()
+    assert "the validation KL at ratio 5 was not a finite number (limit 0.05 nats/token)." in text
 
 
 def test_rows_of_the_report_have_the_numbers_of_the_layers(result, tmp_path):

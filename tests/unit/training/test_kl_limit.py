@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from dms_train.evaluation.plots import read_rows
+from dms_train.evaluation.run_report import early_stop_sentence
 from dms_train.method.plan import StepPlan
+from dms_train.observe.sinks import METRICS_FILE, JsonlSink
 from dms_train.planning.check import check
 from dms_train.training.errors import KLLimitError
 from dms_train.training.options import StageOptions
+from dms_train.training.state import describe_early_stop
 from tests.support import configs
-from tests.support.training_loop import BATCH, OPTIONS, FakeParts, restored, run
+from tests.support.training_loop import BATCH, OPTIONS, FakeParts, Interrupted, restored, run
 
 # retrofit reaches CR 2 after step 7, CR 3 after step 9 and CR 4 after step 11; a hold has 3 steps
 LIMITED = replace(OPTIONS, retrofit=replace(OPTIONS.retrofit, max_kl=0.5))
@@ -39,15 +42,10 @@ def trained(fakes: FakeParts) -> list[tuple[int, float, int]]:
     return [(plan.step, plan.target_cr, first[0]) for plan, first in fakes.of("train")]
 
 
-def permanent(folder: Path) -> list[int]:
-    states = sorted((folder / "checkpoints").glob("step_????????/run_state.json"))
-    read = [json.loads(file.read_text()) for file in states]
-    return [state["step"] for state in read if state["permanent"]]
-
-
-def newest(folder: Path) -> int:
-    names = [path.name for path in (folder / "checkpoints").glob("step_????????")]
-    return int(max(names).removeprefix("step_"))
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the checkpoints that are left."""
+    paths = (folder / "checkpoints").glob("step_????????")
+    return sorted(int(path.name.removeprefix("step_")) for path in paths)
 
 
 def test_the_run_holds_and_exports_the_last_ratio_within_the_limit(tmp_path: Path) -> None:
@@ -63,7 +61,7 @@ def test_the_run_holds_and_exports_the_last_ratio_within_the_limit(tmp_path: Pat
     assert (state.target_cr, state.kept_step) == (2.0, None)
     (row,) = [values for _, values in fakes.of("log") if "early_stop/kl" in values]
     assert row["early_stop/kept_cr"] == 2.0
-    assert permanent(tmp_path) == []
+    assert checkpoints(tmp_path) == [9, 12]
 
 
 def test_without_a_hold_the_kept_ratio_is_exported_again(tmp_path: Path) -> None:
@@ -84,13 +82,13 @@ def test_a_limit_that_is_not_reached_changes_nothing(tmp_path: Path) -> None:
     assert trained(fakes) == trained(plain)
     assert fakes.of("export") == plain.of("export")
     assert restored(tmp_path / "limited", 14).early_stop is None
-    assert permanent(tmp_path / "limited") == []
+    assert checkpoints(tmp_path / "limited") == checkpoints(tmp_path / "plain")
 
 
 def test_the_kept_checkpoint_outlives_newer_ones_and_only_one_is_kept(tmp_path: Path) -> None:
     stages = replace(LIMITED, retrofit=replace(LIMITED.retrofit, max_kl=0.7, steps_per_cr=4))
     limited(tmp_path, stages, stops_at=16, save_interval=1, keep_checkpoints=1)
-    assert permanent(tmp_path) == [13]  # CR 3; that of CR 2 after step 9 was released
+    assert checkpoints(tmp_path) == [13, 16]  # CR 3; that of CR 2 after step 9 is deleted
     assert restored(tmp_path, 16).kept_step == 13
 
 
@@ -108,6 +106,15 @@ def test_a_kl_that_is_no_number_is_above_the_limit(tmp_path: Path) -> None:
     fakes = Broken()
     run(tmp_path, LIMITED, fakes=fakes)
     assert fakes.of("load") == [("step_00000007",)]
+    sink = JsonlSink(tmp_path)
+    for step, values in fakes.of("log"):
+        sink.log(step, values)
+    sink.close()
+    stop = restored(tmp_path, 12).early_stop
+    assert stop == {"max_kl": 0.5, "cr": 3.0, "kl": None, "kept_cr": 2.0}
+    sentence = describe_early_stop(stop)  # of the card
+    assert "ratio 2: the validation KL at ratio 3 was not a finite number (limit 0.5" in sentence
+    assert early_stop_sentence(read_rows(tmp_path / METRICS_FILE)) == sentence
 
 
 @pytest.mark.parametrize("branches", [None, (2,)])
@@ -123,24 +130,51 @@ def test_a_run_stopped_after_any_step_continues_as_if_uninterrupted(
     if not first.of("stopped"):
         assert stop > len(whole.of("train")) - 1
         return
-    state = restored(cut, newest(cut))
+    state = restored(cut, checkpoints(cut)[-1])
     again = limited(cut, stages, state=state, save_interval=interval)
     assert trained(first) + trained(again) == trained(whole)
     assert first.of("export") + again.of("export") == whole.of("export")
-    assert permanent(cut) == []
+    assert len(checkpoints(cut)) == 2  # run.keep_checkpoints
 
 
+@pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("where", [7, 8, 9, 10, "cr2", "final"])
 def test_a_run_killed_anywhere_repeats_steps_and_changes_none(
-    tmp_path: Path, where: int | str
+    tmp_path: Path, where: int | str, damaged: bool
 ) -> None:
+    """Also when it resumes from the second newest checkpoint, because the newest is damaged."""
     whole = limited(tmp_path / "whole", save_interval=1)
     cut = tmp_path / "cut"
     first = limited(cut, fails_at=where, save_interval=1)
     assert first.of("interrupted")
-    again = limited(cut, state=restored(cut, newest(cut)), save_interval=1)
+    if damaged:
+        newest = cut / "checkpoints" / f"step_{checkpoints(cut)[-1]:08d}"
+        newest.rename(newest.with_name(f"{newest.name}.damaged"))
+    again = limited(cut, state=restored(cut, checkpoints(cut)[-1]), save_interval=1)
     assert set(trained(first) + trained(again)) == set(trained(whole))
     assert set(first.of("export") + again.of("export")) == set(whole.of("export"))
+    assert checkpoints(cut) == checkpoints(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("branches", [None, (2,)])
+@pytest.mark.parametrize("step", range(6, 13))
+def test_a_run_killed_after_a_save_leaves_no_checkpoint_over(
+    tmp_path: Path, step: int, branches: tuple[int, ...] | None
+) -> None:
+    """The process ends between a save and the deletion of what it replaces."""
+
+    class Killed(Fakes):
+        def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
+            super().save(path, state, wait=wait)
+            if state["step"] == step:
+                raise Interrupted
+
+    stages = replace(LIMITED, hold=replace(LIMITED.hold, branch_ratios=branches))
+    first = Killed()
+    run(tmp_path, stages, fakes=first, save_interval=1)
+    assert first.of("interrupted")
+    limited(tmp_path, stages, state=restored(tmp_path, step), save_interval=1)
+    assert checkpoints(tmp_path) == [11, 12]
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,8 @@ class Workspace:
             provenance={},
         )
 
-    def save(self, step: int, **how: bool) -> None:
-        how = {"permanent": False, "required": False, **how}
-        self.saver.save(TrainState(step=step), **how)
+    def save(self, step: int, kept: int | None = None, **how: bool) -> None:
+        self.saver.save(TrainState(step=step, kept_step=kept), **{"required": False, **how})
 
     def unfinished(self) -> list[str]:
         """Return what is left when everything is deleted."""
@@ -139,12 +138,16 @@ def test_without_async_save_every_checkpoint_is_waited_for(tmp_path: Path) -> No
 
 
 def test_old_ones_are_removed_only_when_a_new_one_is_complete(workspace: Workspace) -> None:
-    workspace.save(1, permanent=True, wait=True)
+    workspace.save(1, kept=1, wait=True)
     for step in (2, 3, 4):
-        workspace.save(step)
+        workspace.save(step, kept=1)
         assert len(workspace.steps) >= min(step - 1, 2)
     workspace.saver.finish_pending_save(4)
     assert workspace.steps == [1, 3, 4]
+    workspace.save(5, kept=5, wait=True)
+    assert workspace.steps == [1, 4, 5]  # step 4 may return to step 1
+    workspace.save(6, kept=5, wait=True)
+    assert workspace.steps == [5, 6]
 
 
 def test_what_an_interrupted_save_left_is_removed(workspace: Workspace) -> None:
