@@ -17,7 +17,7 @@ from dms_train.app.memory_check import check_memory
 from dms_train.app.plan import describe
 from dms_train.app.preparation import Prepared, prepare
 from dms_train.app.start_point import with_known_channel
-from dms_train.app.teacher_check import check_teacher
+from dms_train.app.teacher_check import TeacherError, check_teacher
 from dms_train.app.watch import RunWatch, end_hanging_run
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
@@ -31,7 +31,11 @@ from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.locks import LockedError
 from dms_train.observe.state_files import StateFiles
 from dms_train.training import loop
+from dms_train.training.errors import KLLimitError
 from dms_train.training.state import TrainState
+
+# Refusals of a run that has begun. Every start ends in them, on every rank.
+_LATE_REFUSALS = (TeacherError, KLLimitError)
 
 
 def run(config: RunConfig, until: str | None = None) -> None:
@@ -66,7 +70,8 @@ def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
         return  # the folder belongs to another process
     with contextlib.suppress(OSError):  # such as the full disk that is reported
         files.failed(launcher.rank(), attempt, error, lines)
-        if not begun and launcher.rank() == 0 and failures.is_refusal(error):
+        refuses = isinstance(error, _LATE_REFUSALS) or (not begun and failures.is_refusal(error))
+        if refuses and launcher.rank() == 0:
             files.refused(lines)
 
 

@@ -20,6 +20,10 @@ _TOKENS = 2048  # of every data-parallel copy
 _MARGIN = -math.log(0.9)
 
 
+class TeacherError(ConfigError):
+    """The teacher of a run predicts its training data no better than by guessing."""
+
+
 def check_teacher(prepared: Prepared, engine: McoreEngine, source: TokenSource) -> None:
     """Measure the teacher's loss on the first samples, in one forward pass.
 
@@ -31,7 +35,7 @@ def check_teacher(prepared: Prepared, engine: McoreEngine, source: TokenSource) 
         source: Training data.
 
     Raises:
-        ConfigError: The loss is that of a guess, or not finite; the same on every rank.
+        TeacherError: The loss is that of a guess, or not finite; the same on every rank.
     """
     config = prepared.config
     if prepared.start.resumes or not engine.has_teacher or not config.run.check_teacher:
@@ -39,7 +43,7 @@ def check_teacher(prepared: Prepared, engine: McoreEngine, source: TokenSource) 
     loss = engine.teacher_loss(beginning(source.microbatches(0), _TOKENS, engine.view))
     guess = math.log(prepared.architecture.vocab_size)
     if not loss < guess - _MARGIN:
-        raise ConfigError(
+        raise TeacherError(
             f"model.path={config.model.path}: the teacher's loss on the first samples of "
             f"data.paths is {loss:.2f} nats per token, and guessing has {guess:.2f}; correct the "
             "weights or the data, or set run.check_teacher=false for a model with random weights"

@@ -67,7 +67,7 @@ class StateFiles:
         self._write(self.state / "STOPPED", f"step {step}\n")
 
     def refused(self, lines: list[str]) -> None:
-        """Record that the run did not start; `lines` say what must be done first."""
+        """Record that every start would be refused; `lines` say what must be done first."""
         self.state.mkdir(parents=True, exist_ok=True)
         self._write(self.state / "REFUSED", "\n".join(lines) + "\n")
 

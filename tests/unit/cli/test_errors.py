@@ -9,11 +9,13 @@ import pytest
 
 from dms_train.app import failures, launcher, session
 from dms_train.app.failures import PeerLost, lost_peer
+from dms_train.app.teacher_check import TeacherError
 from dms_train.cli import errors
 from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
 from dms_train.observe.state_files import StateFiles
+from dms_train.training.errors import KLLimitError
 
 
 def failing(error: BaseException):
@@ -60,6 +62,9 @@ def test_a_report_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
         ("3", ConfigError("a: b"), False, None),
         ("0", ConfigError("a: b"), True, None),
         ("0", OSError(errno.ENOSPC, "full"), False, None),
+        ("0", TeacherError("a: b"), True, "config error: a: b\n"),
+        ("0", KLLimitError("a"), True, "error: a\n"),
+        ("3", KLLimitError("a"), True, None),
     ],
 )
 def test_every_rank_records_why_it_ends_and_rank_0_a_refusal(

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dms_train.app.teacher_check import check_teacher
-from dms_train.config.build import ConfigError
+from dms_train.app.teacher_check import TeacherError, check_teacher
 from dms_train.method.plan import StepPlan
 from tests.support import launch
 from tests.support.wiring import Assets, Built
@@ -52,7 +51,7 @@ def test_a_silent_teacher_is_refused(
     """run.check_teacher"""
     path = assets.model if kind == "random" else damaged(tmp_path / "zero", 0.0)
     changes = {"model.path": str(path)}
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(TeacherError) as refused:
         check(built(**changes))
     (line,) = refused.value.problems
     assert f"model.path={path}: the teacher's loss" in line
@@ -68,7 +67,7 @@ def test_a_teacher_whose_loss_is_not_a_number_is_refused(
     (teacher,) = run.engine._models[0]._teacher
     with torch.no_grad():
         teacher.embedding.word_embeddings.weight.fill_(float("nan"))
-    with pytest.raises(ConfigError, match="is nan nats per token"):
+    with pytest.raises(TeacherError, match="is nan nats per token"):
         check(run)
 
 
