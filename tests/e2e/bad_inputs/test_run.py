@@ -420,5 +420,5 @@ def test_a_rank_killed_under_torchrun_ends_the_run(workspace: Workspace) -> None
         process.wait()
     assert process.returncode != 0
     assert "Signal 9 (SIGKILL)" in stderr
-    assert "[rank0]" not in stderr, "a rank printed a traceback"
+    assert stderr.count("Traceback") == 1, "a rank printed a traceback, beside that of torchrun"
     _resumes(workspace)
