@@ -44,10 +44,10 @@ def projection_forward(a, weights, ids, monkeypatch):
     spec = small_spec("dms_nvidia")
     residual, decided = [], []
 
-    def norm(x, weight, epsilon, inner=hf._norm):
+    def norm(x, weight, a, inner=hf._norm):
         if weight.shape[0] == a.hidden_size:
             residual.append(x)
-        return inner(x, weight, epsilon)
+        return inner(x, weight, a)
 
     def attention(x, w, a, s):
         scale, bias = w("dms_proj_alpha_norm.weight"), w("dms_proj_alpha.weight")
@@ -58,7 +58,7 @@ def projection_forward(a, weights, ids, monkeypatch):
         states = []
         for n, heads in (("q", 4), ("k", 2), ("v", 2)):
             y = (x @ w(f"{n}_proj.weight").T).view(len(x), heads, 8)
-            y = y if n == "v" else hf._rotate(norm(y, w(f"{n}_norm.weight"), 1e-6), a)
+            y = y if n == "v" else hf._rotate(norm(y, w(f"{n}_norm.weight"), a), a)
             states.append(y.transpose(0, 1).repeat_interleave(4 // heads, 0))
         q, k, v = states
         hidden = ~visible(decision > 0, spec).repeat_interleave(2, 0)
