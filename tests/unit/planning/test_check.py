@@ -211,7 +211,7 @@ def test_stages_that_make_no_sense(changes, expected):
         ({"stage__retrofit__loss": "kl"}, "stage.retrofit.loss=kl: choose one of distill, lm"),
         (
             {"stage__export__format": "x"},
-            "choose one of null, dmc, dms, fastdms, kvzap, nvidia, trim_kv",
+            "choose one of null, dmc, dms, fastdms, kvzap, nvidia, peft, trim_kv",
         ),
         ({"stage__export__dtype": "fp16"}, "choose one of null, fp32, bf16"),
         ({"parallel__params_dtype": "fp16"}, "parallel.params_dtype=fp16: choose one of"),
