@@ -1,9 +1,15 @@
-"""Steps of reasoning with several chains: accuracy against the cost of the cache."""
+"""Reasoning with several chains: accuracy against the cost of the cache."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from dms_train.evaluation.analysis.comparison import PEAK, READS, Comparison
+from dms_train.evaluation.scaling.results import Point, RunResult, load
+from dms_train.tables import markdown_table
 from research.lab.steps import Step
 from research.recipe.steps import EVALUATE, ORIGINAL, Model, Settings, documents, exports, trainings
 
@@ -61,3 +67,79 @@ def _run(settings: Settings, model: Model, task: str) -> Step:
 
 def _folder(settings: Settings, name: str, task: str) -> Path:
     return settings.root / "chains" / task / name
+
+
+def measured_chains(settings: Settings) -> dict[str, Any]:
+    """Return the points of all runs that have finished, and the margins of their frontiers."""
+    runs: dict[tuple[str, str], RunResult] = {}
+    for task in _FILES:
+        for name in (ORIGINAL, *exports(settings)):
+            folder = _folder(settings, name, task)
+            if (folder / "summary.json").is_file():
+                runs[task, name] = load([folder])
+    comparison = Comparison(list(runs.values()))
+    return {
+        "points": [
+            {"task": task, "model": name, **_numbers(point)}
+            for (task, name), run in runs.items()
+            for point in run.points()
+        ],
+        "margins": [
+            {"cost": cost.title, **margin._asdict()}
+            for cost in (READS, PEAK)
+            for margin in comparison.margins(cost)
+        ],
+    }
+
+
+def _numbers(point: Point) -> dict[str, Any]:
+    length, width, _ = point.budget
+    return {"length": length, "chains": width} | {
+        name: value for name, value in asdict(point).items() if name != "budget"
+    }
+
+
+def chains_text(numbers: Mapping[str, Any]) -> str:
+    """Return the tables of `measured_chains` as Markdown."""
+    points, margins = numbers["points"], numbers["margins"]
+    longest = max(point["length"] for point in points)
+    rows = [_point_row(point) for point in points if point["length"] == longest]
+    return "\n\n".join(
+        [
+            f"Chains of at most {1024 * longest:,.0f} tokens; `accuracy` is that of all chains "
+            "together, with a 95% interval, costs are those of a document:",
+            _table(rows),
+            "Margins of Pareto frontiers over all lengths and widths, in accuracy points:",
+            _table([_margin_row(margin) for margin in margins]),
+        ]
+    )
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _point_row(point: Mapping[str, Any]) -> dict[str, str]:
+    accuracy = point["accuracy"]
+    low, high = (f"{100 * accuracy[end]:.1f}" for end in ("low", "high"))
+    return {
+        "task": point["task"],
+        "model": point["model"],
+        "chains": str(point["chains"]),
+        "accuracy, %": f"{100 * accuracy['value']:.1f} [{low}, {high}]",
+        "one chain, %": f"{100 * point['chain_accuracy']:.1f}",
+        "KV reads": f"{point['kv_reads']:,.0f}",
+        "peak tokens": f"{point['peak_tokens']:,.0f}",
+        "documents": str(point["documents"]),
+    }
+
+
+def _margin_row(margin: Mapping[str, Any]) -> dict[str, str]:
+    value, interval = margin["value"], margin["interval"]
+    ends = "" if interval is None else f" [{interval[0]:.1f}, {interval[1]:.1f}]"
+    return {
+        "methods": f"{margin['first']} minus {margin['second']}",
+        "task": margin["task"],
+        "at equal": margin["cost"],
+        "margin": "-" if value is None else f"{value:+.1f}{ends}",
+    }

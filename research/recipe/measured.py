@@ -17,6 +17,7 @@ from dms_train.cli.config_source import compose
 from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
 from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
+from research.recipe.chains import measured_chains
 from research.recipe.evaluations import needle_contexts, needles_folder, perplexity_file, results
 from research.recipe.steps import Model, Settings, Task, models, trainings
 
@@ -36,6 +37,7 @@ def measured(settings: Settings) -> dict[str, Any]:
         "trainings": {name: _training(given) for name, given in trainings(settings).items()},
         "models": [_model(settings, model) for model in models(settings)],
         "needles": [asdict(cell) for cell in cells(settings)],
+        "chains": measured_chains(settings),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from dms_train.evaluation.analysis.charts import needle_chart
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
+from research.recipe.chains import chains_text
 from research.recipe.measured import cells, measured
 from research.recipe.steps import Settings, exports
 
@@ -58,6 +59,8 @@ def report_text(numbers: Mapping[str, Any]) -> str:
     if any(model["policy"] != "auto" for model in numbers["models"]):
         parts.append(_POLICY_NOTE)
     parts += ["## Training", _trainings(numbers["trainings"])]
+    if numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
+        parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
     if numbers["needles"]:
         parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -18,7 +18,8 @@ def stored(
     (folder / "chains").mkdir(parents=True)
     sweep = {"lengths": LENGTHS, "widths": [1]}
     named = {"name": task, "context_length": 4096}
-    config = {"task": named, "documents": {"count": 4, "sha256": ""}, "cr": 1.0, "sweep": sweep}
+    documents = {"count": 4, "sha256": ""}
+    config = {"task": named, "documents": documents, "model": {}, "cr": 1.0, "sweep": sweep}
     header = {
         "config_hash": folder.name, "config": config, "label": "", "method": "DMS",
         "title": "Countdown", "aggregate": "any", "scores_truncated": False, "publishable": True,

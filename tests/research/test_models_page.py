@@ -106,6 +106,39 @@ def _score(task: Mapping[str, Any] | None) -> str:
     return "" if task is None else f"{100 * task['score']:.1f} ± {100 * task['half_width']:.1f}"
 
 
+def percent(found: Mapping[str, float]) -> str:
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * found[key] for key in ("value", "low", "high")))
+
+
+def test_the_page_has_the_numbers_of_qwen() -> None:
+    rows, found = page_rows("docs/models.md"), record("qwen25_coder_0_5b.json")
+    titles = {"original": "original", "cr2": "DMS at CR 2", "cr4": "DMS at CR 4"}
+    for model in found["models"]:
+        cells, needles = rows[f"Qwen, {titles[model['name']]}"], model["needles"]
+        assert cells[0] == f"{model['perplexity']['continuation']['cr_factor']:.2f}"
+        if model["name"] != "original":
+            assert cells[1] == f"{model['validation']['kl_nats_per_token']:.4f}"
+        assert cells[2] == f"{model['perplexity']['window']['perplexity']:.2f}"
+        assert cells[3] == f"{model['perplexity']['continuation']['perplexity']:.2f}"
+        assert cells[4:7] == [interval(needles[key]) for key in ("1024", "4096", "8192")]
+        assert cells[7] == f"{needles['8192']['reads_per_token']:,.0f}"
+    points = {
+        (p["task"], p["model"], p["chains"], p["length"]): p for p in found["chains"]["points"]
+    }
+    for title, task in (("GSM8K", "gsm8k"), ("MATH-500", "math500"), ("HumanEval", "humaneval")):
+        for chains in (1, 4, 16):
+            pair = [points[task, name, chains, 2] for name in ("original", "cr4")]
+            cells = [percent(point["accuracy"]) for point in pair]
+            cells += [f"{point['kv_reads']:,.0f}" for point in pair]
+            cells += [f"{point['peak_tokens']:,.0f}" for point in pair]
+            assert rows[f"{title}, {chains}"] == cells
+    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    for margin in found["chains"]["margins"]:
+        if margin["cost"] == "KV reads":
+            low, high = margin["interval"]
+            assert f"{margin['value']:+.1f} [{low:.1f}, {high:.1f}]" in text
+
+
 def test_the_readme_has_the_numbers_of_the_record() -> None:
     rows, known = page_rows("README.md"), models()
     shown = [known[n] for n in ("original", "cr4", "cr8", "streaming_llm_cr4", "snapkv_cr4")]
@@ -139,3 +172,4 @@ def test_the_records_print() -> None:
     for device in (H100, H200):
         assert "| cr8 |" in report_text(record("smollm2_135m.json", device))
         assert "| base |" in table(record("smollm2_sweep.json", device))
+    assert "| DMS minus Vanilla | GSM8K |" in report_text(record("qwen25_coder_0_5b.json"))

@@ -19,14 +19,17 @@ from dms_train.inference.errors import InferenceError
 from research.lab.run import UNFINISHED
 from research.lab.steps import as_text
 from research.recipe import run as recipe
+from research.recipe.chains import chains_text, measured_chains
 from research.recipe.evaluations import results, steps
 from research.recipe.measured import measured
 from research.recipe.prompts import prompts
 from research.recipe.report import report_text, write_report
 from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, check_policies, exports
+from tests.research.stored_runs import stored
 from tests.support import hub_model
 
 pytestmark = pytest.mark.timeout(1200)
+
 REAL = ("smollm2_135m", "qwen25_coder_0_5b")
 
 
@@ -119,6 +122,39 @@ def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None
     assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
 
 
+def test_chains_are_sampled_from_the_original_and_two_exports(tmp_path: Path) -> None:
+    for code in (None, "sandbox"):
+        made = {
+            step.name: step
+            for step in steps(settings(tmp_path, "qwen25_coder_0_5b", allow_code=code, limit=7))
+            if step.name.startswith("chains")
+        }
+        tasks = ["gsm8k", "math500", *(["humaneval"] if code else [])]
+        names = [f"chains_{task}_{m}" for m in (ORIGINAL, "cr4", "cr8") for task in tasks]
+        assert list(made) == [*names, "chains_report"]
+        assert list(made["chains_report"].needs) == names
+    options = compose_evaluation(made["chains_humaneval_cr4"].words()[3:])
+    assert options.run.allow_code == "sandbox"
+    assert options.task.limit == 7
+    assert options.sweep.widths == (1, 2, 4, 8, 16)
+    assert not [step for step in steps(settings(tmp_path)) if step.name.startswith("chains")]
+
+
+def test_the_report_has_the_chains_that_have_finished(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, "qwen25_coder_0_5b")
+    right = {document: [(100 * document, document < 3)] for document in range(1, 5)}
+    for name in (ORIGINAL, "cr4", "cr8"):
+        folder = tmp_path / "chains" / "gsm8k" / name
+        stored(folder, right, task="gsm8k")
+        if name != "cr8":
+            (folder / "summary.json").write_text("{}")
+    found = measured_chains(chosen)
+    assert {point["model"] for point in found["points"]} == {ORIGINAL, "cr4"}
+    assert {point["accuracy"]["value"] for point in found["points"]} == {0.5}
+    assert found["margins"] == []  # of one method
+    assert "| gsm8k | cr4 | 1 | 50.0 [" in chains_text(json.loads(json.dumps(found)))
+
+
 def test_policies_run_on_the_original_at_every_ratio(tmp_path: Path, capsys) -> None:
     files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
     chosen = settings(tmp_path, policies=("h2o", "tova:prefill=dense"), **files)
@@ -201,14 +237,14 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
 
 
 def test_the_trainings_are_those_of_the_first_trial(tmp_path: Path) -> None:
-    """Window, batch, rates and steps; both models have the same."""
-    for name in REAL:
+    """Window, batch, rates and steps; both models have the same but for the learning rate."""
+    for name, rate in zip(REAL, (2e-4, 1e-5), strict=True):
         made = {step.name: step.words() for step in steps(settings(tmp_path, name))}
         config = compose(made["train"][2:])
         stage = config.stage
         assert config.method.window == 16
         assert config.data.seq_length * config.data.global_batch_size == 65536
-        assert (config.optim.lr, config.optim.lr_warmup_steps) == (2e-4, 10)
+        assert (config.optim.lr, config.optim.lr_warmup_steps) == (rate, 10)
         assert (stage.zero_neuron.steps, stage.retrofit.steps_per_cr) == (60, 100)
         assert stage.hold.min_lr_ratio == 0
         assert config.run.dir == str(tmp_path / "train")
