@@ -104,15 +104,17 @@ def chains_text(numbers: Mapping[str, Any]) -> str:
     points, margins = numbers["points"], numbers["margins"]
     longest = max(point["length"] for point in points)
     rows = [_point_row(point) for point in points if point["length"] == longest]
-    return "\n\n".join(
-        [
-            f"Chains of at most {1024 * longest:,.0f} tokens; `accuracy` is that of all chains "
-            "together, with a 95% interval, costs are those of a document:",
-            _table(rows),
+    parts = [
+        f"Chains of at most {1024 * longest:,.0f} tokens; `accuracy` is that of all chains "
+        "together, with a 95% interval, costs are those of a document:",
+        _table(rows),
+    ]
+    if margins:  # none while one model has finished
+        parts += [
             "Margins of Pareto frontiers over all lengths and widths, in accuracy points:",
             _table([_margin_row(margin) for margin in margins]),
         ]
-    )
+    return "\n\n".join(parts)
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
