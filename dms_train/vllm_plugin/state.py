@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from dms_train.vllm_plugin.batch import StepInputs, batch_attention
 from dms_train.vllm_plugin.cache import GrantedCache
+from dms_train.vllm_plugin.part_graphs import PartGraphs
 
 
 class ReportingSampler:
@@ -63,6 +64,7 @@ class DMSModelState(DefaultModelState):
         super().__init__(vllm_config, model, *args, **kwargs)
         self._attention, self._cache, table = model.retrofit
         self._inputs = StepInputs(table, requests=self.max_num_reqs, tokens=self.max_num_tokens)
+        self._graphs = PartGraphs(self._cache)
         self._rows: dict[str, int] = {}
         self._memory: Tensor | None = None
 
@@ -109,7 +111,7 @@ class DMSModelState(DefaultModelState):
         self._inputs.set_rows(input_batch.idx_mapping if is_real else input_batch.idx_mapping[:0])
         batch = None
         if is_real or for_capture:
-            batch = batch_attention(self._cache, self._inputs, input_batch)
+            batch = batch_attention(self._cache, self._graphs, self._inputs, input_batch)
         return {layer.layer_name: batch for layer in self._attention}
 
     def _bind_memory(self) -> None:
@@ -117,6 +119,7 @@ class DMSModelState(DefaultModelState):
         memory = self._attention[0].kv_cache
         if memory is not self._memory:
             self._cache.pool.bind(memory)
+            self._graphs.forget()  # they would write to the memory before
             self._memory = memory
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
