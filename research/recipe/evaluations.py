@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dms_train.cli.config_source import compose
 from research.lab.steps import Step
+from research.recipe.chains import chain_steps
 from research.recipe.steps import (
     EVALUATE,
     NEEDLES,
@@ -37,6 +38,7 @@ def steps(settings: Settings) -> list[Step]:
         *(_perplexity(settings, model) for model in evaluated if settings.held_out),
         *(_needles(settings, model) for model in evaluated if settings.haystack),
         *tasks[1:],
+        *chain_steps(settings),
     ]
 
 

@@ -62,6 +62,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         policies=args.policies,
         ratios=args.policy_ratios,
         dmc=args.dmc,
+        allow_code=args.allow_code,
     )
     check_policies(settings)
     return settings
@@ -116,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     ratios = "their compression ratios (4,8)"
     add("--policy-ratios", type=list_of(count), default=(4, 8), metavar="N,M", help=ratios)
     add("--dmc", action="store_true", help="also train with Dynamic Memory Compression")
+    code = "run the programs of HumanEval, which is left out otherwise"
+    add("--allow-code", choices=("sandbox", "unisolated"), help=code)
     add("--table", type=Path, metavar="FILE", help="print the report of a report.json instead")
     add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
     return parser

@@ -70,6 +70,7 @@ class Recipe:
         new_tokens: Limit of an answer.
         tasks: Tasks of the evaluation.
         published: Name of the model's published scores; None without.
+        chains: Also sample several chains of reasoning.
         contexts: Lengths of prompts with needles, in tokens.
         needles: Number of prompts of each length.
         train: Overrides of the experiment.
@@ -83,6 +84,7 @@ class Recipe:
     new_tokens: int = 1800
     tasks: tuple[Task, ...] = _TASKS
     published: str | None = None
+    chains: bool = False
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     needles: int = 100
     train: tuple[str, ...] = ()
@@ -101,6 +103,7 @@ RECIPES = {
         source="qwen25-coder-0.5b-instruct",
         prompts=10_000,
         tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
+        chains=True,
         contexts=(1024, 2048, 4096, 8192),
     ),
     "toy": Recipe(
@@ -151,6 +154,8 @@ class Settings:
         policies: Cache policies for the original, as `NAME` or `NAME:OPTION=VALUE`.
         ratios: Compression ratios of these policies.
         dmc: Also train with Dynamic Memory Compression, on the same data.
+        allow_code: How HumanEval runs the programs of the models, as `run.allow_code` of
+            `dms-eval`; None leaves it out.
     """
 
     recipe: Recipe
@@ -169,6 +174,7 @@ class Settings:
     policies: tuple[str, ...]
     ratios: tuple[int, ...]
     dmc: bool
+    allow_code: str | None
 
     @property
     def original(self) -> Path:

@@ -48,6 +48,7 @@ def settings(root: Path, name: str = "smollm2_135m", **changes: object) -> Setti
         policies=(),
         ratios=(4, 8),
         dmc=False,
+        allow_code=None,
     )
     return replace(given, **changes)
 
