@@ -94,7 +94,7 @@ def test_overlapped_communication_needs_megatrons_own_layers(
 ) -> None:
     monkeypatch.setattr(layers.te, "HAVE_TE", True)
     assert layers.choose("auto", GPU, overlaps=True).name == "local"
-    with pytest.raises(ModelError, match="transformer_engine: parallel[.]tp_comm_overlap"):
+    with pytest.raises(ModelError, match=r"transformer_engine: parallel\.tp_comm_overlap"):
         layers.choose("transformer_engine", GPU, overlaps=True)
 
 
