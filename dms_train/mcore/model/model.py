@@ -88,6 +88,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
         sequence_parallel=options.sequence_parallel,
+        tp_comm_overlap=options.tp_comm_overlap,
         # The interleaved schedule may exchange two messages between the same two ranks at a time;
         # batched, they would be mixed up without an error.
         overlap_p2p_comm=interleaved,

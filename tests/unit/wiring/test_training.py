@@ -320,6 +320,11 @@ WIRES: dict[str, Wire] = {
         megatron("sequence_parallel"),
         others={"parallel.tensor_model_parallel_size": 2},
     ),
+    "parallel.tp_comm_overlap": Wire(
+        True,
+        megatron("tp_comm_overlap"),
+        others={"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
+    ),
     "parallel.params_dtype": Wire(
         "bf16", lambda b: next(b.engine._models[0].parameters()).dtype, torch.bfloat16
     ),
