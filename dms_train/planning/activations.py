@@ -318,7 +318,10 @@ def backward_workspace(m: Microbatch) -> int:
     exist. With full recomputation the activations of one unit of layers exist again.
     """
     p = m.parallel
-    work = 2 * m.mlp_half + m.residual + (m.gathered if p.sequence_parallel else 0)
+    # the gradient of the gathered input, and with overlap the input itself, which megatron
+    # gathers to a buffer that lasts
+    gathered = m.gathered * (p.sequence_parallel + p.tp_comm_overlap)
+    work = 2 * m.mlp_half + m.residual + gathered
     if p.recomputes("mlp"):
         work += mlp_kept(m)
     work += _ROUTED_BACKWARD * m.routed

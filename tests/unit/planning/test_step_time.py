@@ -100,7 +100,7 @@ def test_products_hide_what_tp_comm_overlap_transfers():
     assert work_of(overlapped[0]).link_bytes == work_of(plain[0]).link_bytes
     c = calibration()
     # with slow links the transfers take longer than half of the products of four passes
-    fast, slow = (replace(GPUS["h100"], link_gbs=speed) for speed in (1e5, 1.0))
+    fast, slow = (GPUS["h100"]._replace(link_gbs=speed) for speed in (1e5, 1.0))
     per_step = 64 * 4096 * A.hidden_size * 2 / 2  # bytes of a tensor that a rank sends
     # three passes of the embedding and three of the head have no product of a layer
     left = 6 * per_step / (fast.link_gbs * 1e9 * c.link_efficiency)
