@@ -2,14 +2,15 @@
 
 A part takes about a hundred small kernels in each layer, which the host launches more slowly than
 the GPU runs them, and all requests that decode wait for it. A graph holds one part in one layer,
-padded to one of a few sizes. The first parts of a size and kind launch and compile their kernels,
-the second ones are captured. Without a GPU, the same padded parts run without graphs.
+padded to one of a few sizes. All graphs are captured when vLLM starts. Without a GPU, the same
+padded parts run without graphs.
 
 Shape letters: n tokens of a part, h query heads, g KV heads, d head size.
 """
 
 from __future__ import annotations
 
+from itertools import product, starmap
 from typing import NamedTuple
 
 import torch
@@ -48,13 +49,11 @@ class _Kind(NamedTuple):
     Attributes:
         layer: Layer number.
         size: Tokens, padding included.
-        whole: True without padding.
         begins: True if the cache is empty for this request.
     """
 
     layer: int
     size: int
-    whole: bool
     begins: bool
 
 
@@ -63,18 +62,61 @@ class PartGraphs:
 
     Args:
         cache: The cache.
+        heads: Query heads.
+        size: Channels of a head.
+        dtype: Type of the tokens.
+        longest: Most tokens of a part; longer parts than `LONGEST` are never replayed.
     """
 
-    def __init__(self, cache: GrantedCache) -> None:
+    def __init__(
+        self, cache: GrantedCache, *, heads: int, size: int, dtype: torch.dtype, longest: int
+    ) -> None:
         self._cache = cache
-        self._sizes = chunk_sizes(LONGEST)
-        self._inputs: Part | None = None
+        layers, _, groups = cache.lists_shape
+        self._longest = min(longest, LONGEST)
+        self._sizes = chunk_sizes(self._longest)
+        self._layers = range(layers)
+        most, device = self._sizes[-1], cache.device
+        tokens = torch.zeros(most, heads + 2 * groups, size, dtype=dtype, device=device)
+        query, key, value = tokens.split((heads, groups, groups), 1)
+        self._inputs = Part(  # the memory that graphs read; it never moves
+            query=query.contiguous(),
+            key=key.contiguous(),
+            value=value.contiguous(),
+            position=torch.full((most,), -1, device=device),
+            row=torch.zeros(1, dtype=torch.int64, device=device),
+            table=torch.zeros(most, 1, 2, size // 2, device=device),
+        )
+        self._output = torch.zeros_like(self._inputs.query)
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
-        self._launched: set[_Kind] = set()
 
-    def forget(self) -> None:
-        """Drop the graphs, whose cache has other memory now."""
+    def capture(self) -> None:
+        """Capture all graphs anew, for the memory that the cache has now; it must be empty."""
         self._graphs.clear()
+        device = self._cache.device
+        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._compile()
+        current.wait_stream(stream)
+        for kind in starmap(_Kind, product(self._layers, self._sizes, (True, False))):
+            self._graphs[kind] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graphs[kind], pool=memory, stream=stream):
+                self._run(kind)
+
+    def _compile(self) -> None:
+        """Run one token of every kind, so that all kernels are compiled before they are captured.
+
+        The token takes a page of each KV list of the first row, which is empty afterwards.
+        """
+        self._inputs.row.zero_()
+        self._inputs.position.fill_(-1)
+        self._inputs.position[0] = 0
+        for size, begins in product(self._sizes, (True, False)):
+            for layer in self._layers:
+                self._run(_Kind(layer, size, begins))
+            self._cache.free_row(0)
 
     def attend(self, layer: int, part: Part, begins: bool, output: Tensor) -> None:
         """Store the tokens of a part and write their attention.
@@ -86,71 +128,25 @@ class PartGraphs:
             output: [n, h, d]; written.
         """
         count = len(part.position)
-        if count > LONGEST:
+        captured = self._graphs or self._cache.device.type != "cuda"
+        if count > self._longest or not captured:
             _attend(self._cache, layer, part, begins, None, output)
             return
-        size = next(size for size in self._sizes if size >= count)
-        inputs = self._filled(part, size)
-        kind = _Kind(layer, size, size == count, begins)
-        if output.device.type != "cuda":
-            self._run(kind, inputs)
-        elif kind not in self._launched:
-            self._launch(kind, inputs)
-        else:
-            if kind not in self._graphs:
-                self._graphs[kind] = self._capture(kind, inputs)
-            self._graphs[kind].replay()
-        output.copy_(self._output[:count])
-
-    def _filled(self, part: Part, size: int) -> Part:
-        """Copy a part to the memory that graphs read; what lies after it is padding."""
-        if self._inputs is None:
-            self._allocate(part)
-        assert self._inputs is not None
-        count = len(part.position)
+        kind = _Kind(layer, next(size for size in self._sizes if size >= count), begins)
         for memory, given in zip(self._inputs, part, strict=True):
             memory[: len(given)] = given
-        self._inputs.position[count:size] = -1
-        return Part(*(memory[:size] for memory in self._inputs))
+        self._inputs.position[count : kind.size] = -1
+        if self._graphs:
+            self._graphs[kind].replay()
+        else:
+            self._run(kind)
+        output.copy_(self._output[:count])
 
-    def _allocate(self, part: Part) -> None:
-        """Allocate the memory that graphs read and write; it never moves."""
-        longest = {"row": 1}
-        memory = (
-            given.new_zeros(longest.get(name, LONGEST), *given.shape[1:])
-            for name, given in part._asdict().items()
-        )
-        self._inputs = Part(*memory)
-        self._output = torch.zeros_like(self._inputs.query)
-        if self._output.device.type == "cuda":
-            self._memory = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(self._output.device)
-
-    def _run(self, kind: _Kind, inputs: Part) -> None:
-        """Compute the part in `inputs`."""
-        lengths = None if kind.whole else (kind.size,)
+    def _run(self, kind: _Kind) -> None:
+        """Compute the part in `_inputs`."""
+        part = Part(*(memory[: kind.size] for memory in self._inputs))
         output = self._output[: kind.size]
-        _attend(self._cache, kind.layer, inputs, kind.begins, lengths, output)
-
-    def _launch(self, kind: _Kind, inputs: Part) -> None:
-        """Run a part on the capture stream, to compile its kernels before the capture."""
-        current = torch.cuda.current_stream(self._output.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            self._run(kind, inputs)
-        current.wait_stream(self._stream)
-        self._launched.add(kind)
-
-    def _capture(self, kind: _Kind, inputs: Part) -> torch.cuda.CUDAGraph:
-        """Capture a part without computing it."""
-        graph = torch.cuda.CUDAGraph()
-        # vLLM's other threads may use the GPU meanwhile
-        where = torch.cuda.graph(
-            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
-        )
-        with where:
-            self._run(kind, inputs)
-        return graph
+        _attend(self._cache, kind.layer, part, kind.begins, (kind.size,), output)
 
 
 def _attend(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -64,7 +65,16 @@ class DMSModelState(DefaultModelState):
         super().__init__(vllm_config, model, *args, **kwargs)
         self._attention, self._cache, table = model.retrofit
         self._inputs = StepInputs(table, requests=self.max_num_reqs, tokens=self.max_num_tokens)
-        self._graphs = PartGraphs(self._cache)
+        first = self._attention[0]
+        self._graphs = PartGraphs(
+            self._cache,
+            heads=first.num_heads,
+            size=first.head_size,
+            dtype=vllm_config.model_config.dtype,
+            longest=self.max_num_tokens,
+        )
+        mode = vllm_config.compilation_config.cudagraph_mode
+        self._captures = self._cache.device.type == "cuda" and mode != CUDAGraphMode.NONE
         self._rows: dict[str, int] = {}
         self._memory: Tensor | None = None
 
@@ -119,8 +129,9 @@ class DMSModelState(DefaultModelState):
         memory = self._attention[0].kv_cache
         if memory is not self._memory:
             self._cache.pool.bind(memory)
-            self._graphs.forget()  # they would write to the memory before
             self._memory = memory
+            if self._captures:
+                self._graphs.capture()
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
         """Wrap the sampler."""

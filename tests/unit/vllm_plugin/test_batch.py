@@ -87,6 +87,10 @@ def new_cache(stored=None):
     return cache
 
 
+def new_graphs(cache):
+    return PartGraphs(cache, heads=HEADS * GROUP, size=SIZE, dtype=torch.float32, longest=16)
+
+
 def new_inputs():
     return StepInputs(rope_table(), requests=ROWS, tokens=32)
 
@@ -121,7 +125,7 @@ def run_eager(cache, inputs, requests, batch):
         "num_computed_tokens_np": np.array(computed),
     }
     described = SimpleNamespace(positions=position, num_tokens=sum(counts), **fields)
-    attention = batch_attention(cache, PartGraphs(cache), inputs, described)
+    attention = batch_attention(cache, new_graphs(cache), inputs, described)
     output = torch.full_like(query, torch.nan)
     for layer in range(LAYERS):
         attention.attend(layer, query[layer], key[layer], value[layer], output[layer])
@@ -162,7 +166,7 @@ class Captured:
         self.key, self.value = torch.zeros(2, *shape, HEADS, SIZE)
         self.output = torch.zeros_like(self.query)
         self._batch = BatchAttention(
-            cache, PartGraphs(cache), inputs, self.position, self.SLOTS, []
+            cache, new_graphs(cache), inputs, self.position, self.SLOTS, []
         )
         inputs.set_rows(self.position[:0].int())  # the dummy batch of a capture
         self.replay()
