@@ -70,6 +70,7 @@ def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
         virtual_pipeline_model_parallel_size=layout.vp,
         num_layers_in_last_pipeline_stage=layout.last,
         sequence_parallel=layout.sp,
+        tp_comm_overlap=layout.overlap,
         params_dtype="bf16" if device.type == "cuda" else "fp32",
         recompute_granularity="selective" if mlp else case.recompute,
         recompute_modules=("mlp" if mlp else "core_attn",),

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 # The first pattern found in a kernel's name gives its kind.
 KINDS = (
-    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
+    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|barrier_kernel|memcpy ptop"),
     ("attention", r"attend|attention|flash|fmha|cudnn.*sdpa|sdpa|row_dots|finish_dq|prepare_bias"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
     ("optimizer", r"adam|multi_tensor|l2norm|fused_?optim"),
@@ -33,8 +33,9 @@ def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, Any
 
     Returns:
         `wall_ms` of the step under the profiler; `busy_ms`, the time with any kernel running;
-        `kinds`; `kernels`, the longest, each with its kind, its total and its calls; `waits`, the
-        longest times without a kernel, each with its neighbours.
+        `exposed_ms`, the part of it with communication only; `kinds`; `kernels`, the longest, each
+        with its kind, its total and its calls; `waits`, the longest times without a kernel, each
+        with its neighbours.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
@@ -53,8 +54,10 @@ def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, Any
     ]
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
     busy, waits = _covered(spans)
+    apart, _ = _covered([span for span in spans if kind_of(span[2]) != "communication"])
     longest = sorted(waits, key=lambda wait: -wait["ms"])[:_TOP_WAITS] if on_gpu else []
-    return {"wall_ms": wall * 1e3, "busy_ms": busy / 1e3, "waits": longest, **_summed(events)}
+    times = {"wall_ms": wall * 1e3, "busy_ms": busy / 1e3, "exposed_ms": (busy - apart) / 1e3}
+    return {**times, "waits": longest, **_summed(events)}
 
 
 def _covered(spans: list[tuple[float, float, str]]) -> tuple[float, list[dict[str, Any]]]:
@@ -101,6 +104,7 @@ def lines(times: dict[str, Any]) -> list[str]:
     """Return the result of `profile_step` as lines of text."""
     text = [
         f"wall {times['wall_ms']:.1f} ms under the profiler, GPU busy {times['busy_ms']:.1f} ms",
+        *([f"communication alone {times['exposed_ms']:.1f} ms"] * ("exposed_ms" in times)),
         "  ".join(f"{kind} {ms:.1f}" for kind, ms in times["kinds"].items()),
     ]
     for kernel in times["kernels"]:

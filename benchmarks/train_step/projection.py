@@ -83,7 +83,7 @@ def measured(rows: list[dict[str, Any]]) -> Measured | None:
     for row in rows:
         case = Case.from_dict(row["case"])
         layout = case.layout
-        fits = (layout.tp, layout.pp, layout.sp) == (_SOURCE_TP, 1, True)
+        fits = (layout.tp, layout.pp, layout.sp, layout.overlap) == (_SOURCE_TP, 1, True, False)
         if fits and (case.shape, case.kind) == (_SOURCE_SHAPE, "dms") and "profile" in row:
             kinds = row["profile"]["kinds"]
             hidden = sum(kinds.values()) - row["profile"]["busy_ms"]

@@ -19,7 +19,7 @@ SUBJECTS = ("peer", "ours")
 LAYERS = ("auto", "local", "transformer_engine")
 _LABELS = {"lm": "LM loss", "distill": "teacher + KL"}
 _LABELS |= {name: f"teacher + KL + {name.upper()}" for name in METHODS}
-_LAYOUT_WORD = re.compile(r"(tp|pp|vp|cp|dp|last)(\d+)|sp")
+_LAYOUT_WORD = re.compile(r"(tp|pp|vp|cp|dp|last)(\d+)|sp|overlap")
 
 
 def _qwen2(layers: int, hidden: int, ffn: int, heads: tuple[int, int], tied: bool) -> Architecture:
@@ -113,7 +113,8 @@ SHAPES: dict[str, tuple[Architecture, int, int]] = {
 class Layout:
     """Parallel layout: number of processes, and division of the work.
 
-    `last` is the number of layers of the last pipeline stage; None for an even share.
+    `last` is the number of layers of the last pipeline stage; None for an even share. `overlap`
+    is `parallel.tp_comm_overlap`.
     """
 
     tp: int = 1
@@ -123,6 +124,7 @@ class Layout:
     dp: int = 1
     sp: bool = False
     last: int | None = None
+    overlap: bool = False
 
     @property
     def world(self) -> int:
@@ -136,6 +138,7 @@ class Layout:
         sizes = {name: getattr(self, name) or 1 for name in names}
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         words += [f"last{self.last}"] * (self.last is not None) + ["sp"] * self.sp
+        words += ["overlap"] * self.overlap
         return "_".join(words) or "dp1"
 
 
@@ -146,9 +149,9 @@ def parse_layout(text: str) -> Layout:
         match = _LAYOUT_WORD.fullmatch(word)
         if match is None:
             raise ValueError(
-                f"layout {text}: {word!r} is none of tpN, ppN, vpN, cpN, dpN, lastN, sp"
+                f"layout {text}: {word!r} is none of tpN, ppN, vpN, cpN, dpN, lastN, sp, overlap"
             )
-        values[match[1] or "sp"] = int(match[2]) if match[1] else True
+        values[match[1] or word] = int(match[2]) if match[1] else True
     return Layout(**values)
 
 
@@ -192,14 +195,15 @@ class Case:
     def known(self) -> bool:
         """Return whether the subject supports this case.
 
-        The peer has no method, no pipeline, no context parallelism, and KL of whole rows. Its
+        The peer has no method, no pipeline, no context parallelism, no overlap, and KL of whole
+        rows. Its
         local layers have no sequence parallelism.
         """
         if self.subject == "ours":
             return True
         whole = self.kind == "lm" or self.layout.tp == 1
         spread = not self.layout.sp or self.layers == "transformer_engine"
-        plain = self.kind not in METHODS and self.trains == "all"
+        plain = self.kind not in METHODS and self.trains == "all" and not self.layout.overlap
         return plain and self.layout.pp == self.layout.cp == 1 and whole and spread
 
     @property

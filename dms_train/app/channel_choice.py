@@ -11,6 +11,7 @@ import time
 from dms_train.app.preparation import Prepared
 from dms_train.app.samples import beginning
 from dms_train.data.batches import Batch
+from dms_train.hf.architecture import Architecture
 from dms_train.limits import AUTO
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
@@ -38,7 +39,8 @@ def choose_channel(
     if not ranks_channels(prepared):
         return
     since = time.monotonic()
-    losses = rank_channels(engine, prepared.architecture.kv_channels, source.microbatches(0))
+    candidates = candidate_channels(prepared.architecture)
+    losses = rank_channels(engine, candidates, source.microbatches(0))
     channel = groups.value_of_rank_0(next(iter(losses)))
     engine.set_channel(channel)
     log.logger().info(
@@ -61,19 +63,31 @@ def ranks_channels(prepared: Prepared) -> bool:
     )
 
 
-def rank_channels(engine: McoreEngine, size: int, batches: list[Batch]) -> dict[int, float]:
-    """Rank all channels on a short text, and the best of them on a longer one.
+def candidate_channels(architecture: Architecture) -> list[int]:
+    """Return the channels among which a run chooses.
+
+    Where RoPE rotates a part of each head, they are the other channels: these hold no position. The
+    last channel is -1, which export formats of third parties require.
+    """
+    half, rotated = architecture.kv_channels // 2, architecture.rotary_channels // 2
+    channels = range(architecture.kv_channels)
+    still = [channel for channel in channels if channel % half >= rotated]
+    return [*(still or channels)[:-1], -1]
+
+
+def rank_channels(
+    engine: McoreEngine, channels: list[int], batches: list[Batch]
+) -> dict[int, float]:
+    """Rank channels on a short text, and the best of them on a longer one.
 
     Args:
         engine: Student and teacher.
-        size: Channels of a head.
+        channels: The candidates.
         batches: This rank's micro-batches.
 
     Returns:
-        Loss after zeroing each of the best channels, in nats per token, best first. The last
-        channel is -1, which export formats of third parties require.
+        Loss after zeroing each of the best channels, in nats per token, best first.
     """
-    channels = [*range(size - 1), -1]
     for tokens in (_SCREENING_TOKENS, _FINAL_TOKENS):
         losses = engine.channel_losses(channels, beginning(batches, tokens, engine.view))
         ranking = sorted(zip(losses, channels, strict=True), key=lambda entry: entry[0])

@@ -66,6 +66,7 @@ def ranked(
         num_layers_in_first_pipeline_stage=None,
         num_layers_in_last_pipeline_stage=None,
         sequence_parallel=False,
+        tp_comm_overlap=False,
     )
     elsewhere = replace(
         config,
@@ -115,6 +116,7 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
         f"layout  {world_size} processes = TP {tp}{context} x PP {pp} x DP {copies}, "
         f"{p.params_dtype}, {layers}{f' in {chunks} chunks' if chunks > 1 else ''}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
+        f"{', overlapped' if p.tp_comm_overlap else ''}"
         f"{_recompute(p)}"
     )
     yield (

@@ -160,7 +160,12 @@ def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
 def _announce_kernels(config: RunConfig) -> None:
     """Refuse a backend that cannot train on this machine; log the one that is used."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layers.choose(config.parallel.layers, device, adapts=config.trainable.adapts)
+    layers.choose(
+        config.parallel.layers,
+        device,
+        adapts=config.trainable.adapts,
+        overlaps=config.parallel.tp_comm_overlap,
+    )
     if config.parallel.cuda_graph == "always":
         graph.require_gpu(device)
     decays = config.method.decays

@@ -19,6 +19,8 @@ from dms_train.hf.errors import HFError
 from dms_train.hf.formats import AdapterBase
 from dms_train.hf.json_files import write_json
 from dms_train.hf.side_files import ADAPTER_CONFIG
+from dms_train.hf.stored import stored_shapes
+from dms_train.hf.stored_tensors import to_stored
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
@@ -52,7 +54,7 @@ def write_weights(
         if error is not None:
             raise error
         shards |= names
-    shapes = expected_shapes(engine.architecture)
+    shapes = stored_shapes(engine.architecture)
     require_all(shapes.keys() - {name for names in shards.values() for name in names})
     if engine.view.rank == 0:
         total = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
@@ -110,6 +112,7 @@ def _write_own(
         try:
             for name, tensor in tensors.items():
                 check_weight(name, tensor, shapes.get(name))
+            tensors = dict(to_stored(engine.architecture, tensors.items()))
             write_shard(directory, number, tensors)
         except (HFError, OSError) as error:
             problem = error

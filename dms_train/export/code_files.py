@@ -28,7 +28,7 @@ class {config_class}{METHOD}({METHOD}Config, {config_class}):
 '''
 _MODELING = '''"""{classes} models with {METHOD}, for transformers."""
 
-from {modeling} import {classes}Attention, {classes}ForCausalLM
+from {modeling} import {classes}Attention, {classes}ForCausalLM, apply_rotary_pos_emb
 
 # transformers 4 copies only the files that this one imports, not those that they import.
 {imports}
@@ -37,6 +37,8 @@ from .configuration_{family}_{method} import {config_class}{METHOD}
 
 class {classes}Attention{METHOD}({METHOD}Attention, {classes}Attention):
     """{classes}Attention with {METHOD}."""
+
+    rotate = staticmethod(apply_rotary_pos_emb)
 
 
 class {classes}ForCausalLM{METHOD}({METHOD}ForCausalLM, {classes}ForCausalLM):

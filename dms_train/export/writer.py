@@ -24,6 +24,7 @@ from dms_train.hf.formats import AdapterBase, ExportedModel, ExportFormat, check
 from dms_train.hf.formats.registry import DENSE, MARKER_FILE
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.selftest import SelfTest
+from dms_train.hf.stored_tensors import to_stored
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
@@ -265,13 +266,18 @@ def _write_weights(
         weights(directory)
         return
     missing = expected_shapes(architecture)
-    with WeightWriter(directory) as writer:
+
+    def checked() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             if architecture.tie_word_embeddings and name == "lm_head.weight":
                 continue
-            stored = tensor.to(dtype)
-            check_weight(name, stored, missing.pop(name, None))
-            writer.add(name, stored)
+            converted = tensor.to(dtype)
+            check_weight(name, converted, missing.pop(name, None))
+            yield name, converted
+
+    with WeightWriter(directory) as writer:
+        for name, tensor in to_stored(architecture, checked()):
+            writer.add(name, tensor)
         require_all(missing.keys())
 
 

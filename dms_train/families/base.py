@@ -168,8 +168,15 @@ class ModelFamily:
             has as many KV heads as query heads.
         head_size: Head size if config.json lacks `head_dim`; None means hidden size / query heads.
         always_has_head_dim: Whether `head_dim` is written even if it equals hidden size / heads.
+        norm_epsilon: Epsilon of the norms if config.json states none.
         rotary_base: Base of RoPE if config.json states none.
         rope_types: Supported rules of RoPE scaling besides `default`.
+        rotary_factor: Share of the channels of a head that RoPE rotates if config.json lacks
+            `partial_rotary_factor`; None if RoPE always rotates all of them.
+        interleaved_rope: Whether RoPE turns channel 2 i with 2 i + 1. Otherwise it turns channel i
+            with the one that lies half the rotated channels after it.
+        stored: Modules of a layer whose weights have other names in the files, by the name in the
+            files. Several modules are joined by rows, in this order.
         layers: Keys of a family whose layers may differ; None for any other.
         fixed: Keys of config.json that are written, and refused with other values.
         written: Further keys to write; `refuse` checks them on reading.
@@ -193,8 +200,12 @@ class ModelFamily:
     kv_heads_required: bool = True
     head_size: int | None = None
     always_has_head_dim: bool = True
+    norm_epsilon: float = 1e-6
     rotary_base: float = 10000.0
     rope_types: tuple[str, ...] = ()
+    rotary_factor: float | None = None
+    interleaved_rope: bool = False
+    stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: LayerKeys | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -230,7 +241,9 @@ class ModelFamily:
         return _LAYER + norms + mlp + bias + (_QK_NORM if self.qk_norm else ())
 
     def layer_tensors(self, experts: int = 0) -> dict[str, tuple[Dimension, ...]]:
-        """Return the tensors of one decoder layer in Hugging Face, by name, in file order.
+        """Return the tensors of one decoder layer by name, in file order.
+
+        Names are those of Llama and Gemma 3; those of the files are in `stored`.
 
         Args:
             experts: Number of experts; 0 for an MLP.
@@ -244,6 +257,10 @@ class ModelFamily:
         return {**_LAYER_TENSORS, **mlp, **norms, **bias, **head_norms}
 
 
+FUSED_QKV = {"self_attn.qkv_proj": _QKV}
+"""One matrix for queries, keys and values, for `ModelFamily.stored`."""
+FUSED_MLP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+"""One matrix for gate and up projection, for `ModelFamily.stored`."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Types of layers in `layer_types` of config.json."""
 _WINDOW, _FULL_LAYERS = 4096, 28  # defaults of transformers in Qwen2 and Qwen3
@@ -272,6 +289,23 @@ def refuse_kinds(kinds: Any, known: tuple[str, ...], layers: int) -> Refusal | N
     if len(kinds) != layers:
         return Refusal("layer_types", kinds, f"state one type for each of {layers} layers")
     return None
+
+
+def refuse_short_window(config: Mapping[str, Any], default: int | None = None) -> Refusal | None:
+    """Refuse a window of all layers that is shorter than the longest sequence.
+
+    Args:
+        config: config.json.
+        default: Window if config.json lacks `sliding_window`; None for full attention.
+    """
+    window = config.get("sliding_window", default)
+    longest = config["max_position_embeddings"]
+    if window is None or (type(window) is int and window >= longest):
+        return None
+    fix = "use a model with full attention (sliding_window=null)"
+    return Refusal(
+        "sliding_window", window, f"it is below max_position_embeddings={longest}; {fix}"
+    )
 
 
 def local_only(kinds: list[str]) -> Refusal:

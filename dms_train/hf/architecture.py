@@ -64,6 +64,7 @@ class Architecture:
         rope_scaling: Rule for the layers whose base is `rotary_base`.
         layers: Attention of every layer; empty if all have RoPE with `rotary_base`.
         query_scalar: The softmax scale is its power of -1/2; None for the head size.
+        partial_rotary_factor: Share of the channels of a head that RoPE rotates.
     """
 
     family: str
@@ -82,6 +83,12 @@ class Architecture:
     experts: Experts | None = None
     layers: tuple[LayerAttention, ...] = ()
     query_scalar: int | None = None
+    partial_rotary_factor: float = 1.0
+
+    @property
+    def rotary_channels(self) -> int:
+        """Number of channels of a head that RoPE rotates."""
+        return int(self.kv_channels * self.partial_rotary_factor)
 
     @property
     def num_experts(self) -> int:
@@ -155,6 +162,17 @@ class Architecture:
                 f"{path}.query_scalar={self.query_scalar}: {self.family} models scale by the head "
                 "size; set it to null"
             )
+        if self.partial_rotary_factor != 1 and family.rotary_factor is None:
+            yield (
+                f"{path}.partial_rotary_factor={self.partial_rotary_factor}: RoPE of {self.family} "
+                "models rotates whole heads; set it to 1"
+            )
+        elif not _rotates_pairs(self):
+            yield (
+                f"{path}.partial_rotary_factor={self.partial_rotary_factor}: rotates "
+                f"{self.rotary_channels} of {self.kv_channels} channels; rotate an even number "
+                "of them, at most all"
+            )
 
     def _check_experts(self, path: str) -> Iterator[str]:
         experts = self.experts
@@ -214,6 +232,11 @@ class Architecture:
             )
 
 
+def _rotates_pairs(a: Architecture) -> bool:
+    """Return whether RoPE rotates an even number of the channels of a head."""
+    return 0 < a.rotary_channels <= a.kv_channels and a.rotary_channels % 2 == 0
+
+
 _REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -225,7 +248,6 @@ _REQUIRED = (
 # Options that change the results of a model, with the implemented value of each. Quantisation tools
 # use one of three keys (`quantization`: MLX).
 _FIXED_EVERYWHERE = {
-    "partial_rotary_factor": 1.0,
     "quantization_config": None,
     "compression_config": None,
     "quantization": None,
@@ -298,15 +320,29 @@ def _rope_rule(config: Values) -> dict[str, Any]:
         rule = {k: v for k, v in stated.items() if k != "rope_theta"}
         kind = rule.pop("type", "default")
         kind = rule.setdefault("rope_type", kind)
-        share = rule.pop("partial_rotary_factor", 1.0)
-        if share != 1.0:
-            raise config.refusal("partial_rotary_factor", share, "use a model with full RoPE")
+        rule.pop("partial_rotary_factor", None)  # see `_rotary_factor`
         if stated:
             rules.append({} if kind == "default" else rule)
     if len(rules) > 1 and rules[0] != rules[1]:
         fix = f"rope_parameters says {rules[0] or 'default'}; make them agree"
         raise config.refusal("rope_scaling", rules[1] or "default", fix)
     return rules[0] if rules else {}
+
+
+def _rotary_factor(config: Values, family: ModelFamily) -> float:
+    """Read the share of rotated channels; config.json may state it in the rules of RoPE too."""
+    key = "partial_rotary_factor"
+    stated = {
+        block.positive(key)
+        for block in (config, config.block("rope_parameters"), config.block("rope_scaling"))
+        if block.values.get(key) is not None
+    } or {family.rotary_factor or 1.0}
+    factor = stated.pop()
+    if stated:
+        raise config.refusal(key, factor, f"RoPE says {stated.pop()}; make them agree")
+    if family.rotary_factor is None and factor != 1:
+        raise config.refusal(key, factor, f"use a {family.name} model with full RoPE")
+    return factor
 
 
 def _global_rope(config: Mapping[str, Any], family: ModelFamily) -> Mapping[str, Any]:
@@ -426,6 +462,12 @@ def _check_heads(architecture: Architecture) -> None:
         )
     if a.kv_channels < 2 or a.kv_channels % 2:
         raise HFError(f"config.json: the head size is {a.kv_channels}; state an even head_dim")
+    if not _rotates_pairs(a):
+        raise HFError(
+            f"config.json: partial_rotary_factor={a.partial_rotary_factor} rotates "
+            f"{a.rotary_channels} of {a.kv_channels} channels; state a share that gives an even "
+            "number, at most all"
+        )
 
 
 @typed
@@ -460,12 +502,13 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         vocab_size=sizes["vocab_size"],
         max_position_embeddings=sizes["max_position_embeddings"],
         rotary_base=base,
-        layernorm_epsilon=values.positive("rms_norm_eps", 1e-6),
+        layernorm_epsilon=values.positive("rms_norm_eps", family.norm_epsilon),
         tie_word_embeddings=values.flag("tie_word_embeddings", default=family.tied_by_default),
         rope_scaling=_rope_scaling(values, family),
         experts=_experts(values, family),
         layers=() if family.layers is None else _distinct(family.layers.read(config, base), base),
         query_scalar=_query_scalar(values, family, head_size),
+        partial_rotary_factor=_rotary_factor(values, family),
     )
     _check_heads(architecture)
     _check_local_rope(architecture)
@@ -482,14 +525,18 @@ def _rope_keys(architecture: Architecture) -> dict[str, Any]:
         scaling = {"rope_type": kind, **{key: values[key] for key in keys}}
     base = architecture.rotary_base
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
-    layers = FAMILIES[architecture.family].layers
+    family, share = FAMILIES[architecture.family], {}
+    if family.rotary_factor is not None:
+        share = {"partial_rotary_factor": architecture.partial_rotary_factor}
+    parameters |= share
+    layers = family.layers
     if layers is not None and layers.has_local_base:
         parameters = {FULL: parameters}
         for layer in architecture.layers:
             if layer.window is not None:
                 local = {"rope_theta": layer.rotary_base, "rope_type": "default"}
                 parameters[SLIDING] = local
-    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}
+    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters, **share}
 
 
 @typed

@@ -25,6 +25,8 @@ from dms_train.hf.formats.registry import read_spec, require_known_format
 from dms_train.hf.gguf_directory import cached_gguf, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.side_files import ADAPTER_CONFIG, is_adapter, refuse_side_files
+from dms_train.hf.stored import StoredPart, stored_parts, stored_shapes
+from dms_train.hf.stored_tensors import read_part
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
 
@@ -186,7 +188,8 @@ class WeightReader:
     """Tensors of a directory by name, read from safetensors on access.
 
     Construction reads every header. It refuses incomplete files and quantised weights. For an
-    export in format `peft` the tensors are those of its base model with the adapter merged.
+    export in format `peft` the tensors are those of its base model with the adapter merged. Names,
+    shapes and rows are those of `expected_shapes`, also where the files of a family have others.
 
     Attributes:
         directory: Directory of the weights, for an adapter that of its base model.
@@ -213,10 +216,30 @@ class WeightReader:
                     "again"
                 )
         self._open: tuple[str, Any] | None = None
+        self._parts = self._split_stored()
         refuse_side_files(self.directory)
         self._refuse_dtypes()
         if self._adapter is not None:
             self._adapter.require_base(self._replaced_rows(self._adapter))
+
+    def _split_stored(self) -> dict[str, StoredPart]:
+        """Replace tensors of the files by the tensors that they make up; HFError if one is absent.
+
+        A directory whose config.json is absent or not supported keeps the tensors of the files.
+        """
+        try:
+            architecture = read_architecture(self.directory)
+        except (FileNotFoundError, HFError):
+            return {}
+        parts, shapes = stored_parts(architecture), stored_shapes(architecture)
+        stored = {}
+        for name in dict.fromkeys(part.stored for part in parts.values()):
+            self._require_shape(name, shapes[name])
+            stored[name] = self._entries.pop(name)
+        for name, part in parts.items():
+            file, entry = stored[part.stored]
+            self._entries[name] = file, {**entry, "shape": [part.rows, *entry["shape"][1:]]}
+        return parts
 
     def _replaced_rows(self, adapter: Adapter) -> Iterator[Tensor]:
         """Yield the rows of every layer's q projection that an adapter replaces."""
@@ -257,22 +280,25 @@ class WeightReader:
         """
         expected = expected_shapes(architecture)
         for name, shape in expected.items():
-            if name not in self._entries:
-                raise HFError(
-                    f"{self.directory}: no tensor {name}, which config.json states; "
-                    "copy the directory again"
-                )
-            if self.shape(name) != shape:
-                raise HFError(
-                    f"{self.directory}: {name} has shape {self.shape(name)}, config.json states "
-                    f"{shape}; the weights and config.json do not belong together"
-                )
+            self._require_shape(name, shape)
         read = {*expected, *extra}
         unread = [name for name in self.names() if name not in read]
         if architecture.tie_word_embeddings and _HEAD in unread:
             self._require_tied()
             unread.remove(_HEAD)
         return self._leftovers(unread)
+
+    def _require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._entries:
+            raise HFError(
+                f"{self.directory}: no tensor {name}, which config.json states; "
+                "copy the directory again"
+            )
+        if self.shape(name) != shape:
+            raise HFError(
+                f"{self.directory}: {name} has shape {self.shape(name)}, config.json states "
+                f"{shape}; the weights and config.json do not belong together"
+            )
 
     def _require_tied(self) -> None:
         """Refuse an output layer unlike the embedding, because the embedding would replace it."""
@@ -349,6 +375,8 @@ class WeightReader:
             KeyError: The tensor is absent.
             HFError: The tensor holds NaN or infinite numbers, or cannot be read.
         """
+        if name in self._parts:
+            return self._stored(name, 0, 0, self.shape(name)[0])
         tensor = self._read(name, lambda file: file.get_tensor(name))
         if self._adapter is None or not self._adapter.changes(name):
             return tensor
@@ -362,6 +390,11 @@ class WeightReader:
         return self._stored(name, dim, start, stop)
 
     def _stored(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name in self._parts:
+            part = self._parts[name]
+            return self._read(
+                name, lambda file: read_part(part, file.get_slice(part.stored), dim, start, stop)
+            )
         cut = (slice(None),) * dim + (slice(start, stop),)
         return self._read(name, lambda file: file.get_slice(name)[cut])
 

@@ -38,14 +38,16 @@ def add_to_main_grad(weight: Any, inputs: Tensor, d_out: Tensor) -> Tensor | Non
     """Add d_out^T inputs to a weight's fp32 `main_grad`, as megatron's fused layers do.
 
     Returns:
-        Placeholder gradient for autograd; it marks the weight as finished for megatron. None if an
-        embedding shares the weight, because the embedding's own gradient marks it.
+        Placeholder gradient for autograd, not initialized, which megatron drops; it marks the
+        weight as finished. None if an embedding shares the weight, because the embedding's own
+        gradient marks it.
     """
     layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, d_out, weight.main_grad)
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
         return None
-    return weight.new_zeros(()).expand(weight.shape)
+    # of the weight's own strides, because autograd would copy others
+    return torch.empty_like(weight)
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:

@@ -87,7 +87,11 @@ class McoreEngine:
         self._attend = dispatch.train_attention(backend)
         fused = dispatch.can_fuse(backend)
         self._layer_backend = layers.choose(
-            options.parallel.layers, view.device, fused=fused, adapts=options.trainable.adapts
+            options.parallel.layers,
+            view.device,
+            fused=fused,
+            adapts=options.trainable.adapts,
+            overlaps=options.parallel.tp_comm_overlap,
         )
         self._config = transformer_config(architecture, options.parallel)
         self._graph = self._choose_graph(fused=fused)

@@ -38,6 +38,8 @@ class ParallelOptions:
         expert_model_parallel_size: Number of data- and context-parallel ranks that share the
             experts of a mixture of experts; 1 where every rank holds all of them.
         sequence_parallel: Shard norms and residuals over tokens within the tensor-parallel group.
+        tp_comm_overlap: Overlap the tensor-parallel communication of linear layers with their
+            products; needs sequence parallelism and GPUs that read one another's memory.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (`recompute_modules`) or `full` (whole layers).
         recompute_modules: Modules of a layer that `selective` recomputes: `core_attn` (attention
@@ -62,6 +64,7 @@ class ParallelOptions:
     num_layers_in_last_pipeline_stage: Annotated[int | None, AtLeast(1)] = None
     expert_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
     params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
     recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None
     recompute_modules: tuple[str, ...] = ("core_attn",)

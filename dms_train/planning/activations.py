@@ -176,8 +176,8 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
     mixed = rotated = m.query + 2 * m.key
     if m.architecture.qk_layernorm:
         # q is copied out of the projection before its norm (plain operations: where there are
-        # several KV heads), k is a view
-        statistics = m.query * (m.fused or groups > 1)
+        # several KV heads); k is too for the kernel, and a view for plain operations
+        statistics = m.query * (m.fused or groups > 1) + m.key * m.fused
         statistics += m.attended_tokens * (heads + groups) * _FP32
     elif m.fused or m.method.replaces_values:
         mixed = 0  # split and rotated in one kernel, or not saved for the backward pass
@@ -318,7 +318,10 @@ def backward_workspace(m: Microbatch) -> int:
     exist. With full recomputation the activations of one unit of layers exist again.
     """
     p = m.parallel
-    work = 2 * m.mlp_half + m.residual + (m.gathered if p.sequence_parallel else 0)
+    # the gradient of the gathered input, and with overlap the input itself, which megatron
+    # gathers to a buffer that lasts
+    gathered = m.gathered * (p.sequence_parallel + p.tp_comm_overlap)
+    work = 2 * m.mlp_half + m.residual + gathered
     if p.recomputes("mlp"):
         work += mlp_kept(m)
     work += _ROUTED_BACKWARD * m.routed

@@ -33,6 +33,8 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
         yield f"{where}: use a divisor of {VOCABULARY_MULTIPLE}, to which the vocabulary is padded"
     if parallel.sequence_parallel and tp == 1:
         yield f"parallel.sequence_parallel=true: needs {where.partition('=')[0]} above 1"
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        yield "parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true; set that too"
     shards = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
     if length % shards:
         kind = "context" if parallel.context_parallel_size > 1 else "sequence"

@@ -138,6 +138,7 @@ def _candidates(
                 num_layers_in_first_pipeline_stage=first,
                 num_layers_in_last_pipeline_stage=last,
                 sequence_parallel=tp > 1,
+                tp_comm_overlap=config.parallel.tp_comm_overlap and tp > 1,
                 recompute_granularity=granularity,
                 recompute_modules=modules,
             )

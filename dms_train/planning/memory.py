@@ -256,6 +256,7 @@ def of_stage(stage: PipelineStage) -> MemoryEstimate:
     # fp32 weights are their own master copy
     states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
     moment = max((*_moments(stage), _update(stage)), key=sum)
+    # megatron's buffer for gathers, or the slots of `tp_comm_overlap`
     buffer = m.gathered if m.parallel.sequence_parallel else 0
     return MemoryEstimate(
         weights=(stage.parameters + stage.adapters) * m.width,

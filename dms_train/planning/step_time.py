@@ -1,7 +1,8 @@
 """Time of a training step: products, attention, memory traffic, communication, bubble.
 
 Every term is an amount of work divided by a speed: the data sheet's value times a measured share.
-The terms are added. Overlap is part of the measured shares.
+The terms are added. Overlap is part of the measured shares, except for `parallel.tp_comm_overlap`:
+the time of a transfer is then reduced by the time of the products that run during it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dms_train.planning.flops import mean_keys, trained_products
 from dms_train.planning.gpus import Calibration, Gpu
 from dms_train.planning.memory import PipelineStage, layer_products, mlp_products
 from dms_train.planning.pipeline import bubble
-from dms_train.planning.trained import adapters
+from dms_train.planning.trained import adapters, attention_weights
 
 _GPUS_PER_NODE = 8
 _TERA, _GIGA = 1e12, 1e9
@@ -23,6 +24,18 @@ _FP32 = 4
 _ATTENTION_BACKWARD = 2.5  # in forward passes of the attention
 # Bytes a parameter that the update reads and writes: gradient, both moments, master weights.
 _UPDATE_BYTES = 28
+
+
+class Overlap(NamedTuple):
+    """Transfers of a step, and products that run during them.
+
+    Attributes:
+        link_bytes: Bytes sent to GPUs of the same node.
+        matmul_flops: Operations of the products.
+    """
+
+    link_bytes: float
+    matmul_flops: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +49,7 @@ class Work:
         update_bytes: Bytes that the optimizer reads and writes.
         link_bytes: Bytes sent to GPUs of the same node.
         network_bytes: Bytes sent to other nodes.
+        overlaps: Parts of `link_bytes` that products hide, as far as they take as long.
     """
 
     matmul_flops: float = 0.0
@@ -44,6 +58,7 @@ class Work:
     update_bytes: float = 0.0
     link_bytes: float = 0.0
     network_bytes: float = 0.0
+    overlaps: tuple[Overlap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +112,16 @@ def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
     }
     link = work.link_bytes / (gpu.link_gbs * _GIGA)
     network = work.network_bytes / (gpu.network_gbs * _GIGA)
+    hidden = sum(
+        min(
+            part.link_bytes / (gpu.link_gbs * _GIGA * c.link_efficiency),
+            part.matmul_flops / (peak * c.matmul_efficiency),
+        )
+        for part in work.overlaps
+    )
     return StepTime(
         **compute,
-        communication=(link + network) / c.link_efficiency,
+        communication=(link + network) / c.link_efficiency - hidden,
         update=work.update_bytes / (gpu.memory_tbs * _TERA),
         bubble=sum(compute.values()) * bubble(stage.pp, stage.vp, stage.microbatches),
     )
@@ -130,6 +152,7 @@ def work_of(stage: PipelineStage) -> Work:
         update_bytes=stage.updated * _UPDATE_BYTES + stage.trained * 2 * 4,
         link_bytes=links,
         network_bytes=network,
+        overlaps=_overlaps(stage),
     )
 
 
@@ -194,7 +217,7 @@ def sent_bytes(stage: PipelineStage) -> SentBytes:
 
 
 def _ring(size: float, ranks: int) -> float:
-    """Return what a rank sends of a tensor of `size` in a gather or scatter."""
+    """Return the part of `size` that does not belong to a rank itself."""
     return size * (ranks - 1) / ranks
 
 
@@ -204,13 +227,47 @@ def _forwards(m: Microbatch) -> int:
 
 def _layer_parts(m: Microbatch) -> int:
     """Count the gathers and scatters of a layer; an all-reduce is one of each."""
-    # attention and MLP, each between a gather and a scatter; `_routed_bytes` counts experts
-    blocks = 2 if m.architecture.experts is None else 1
-    # with sequence parallelism the inputs of the column-parallel products are gathered again for
-    # their weights' gradients
-    again = {"all": blocks, "attention": 1}.get(m.trainable.weights, 0)
-    again *= m.parallel.sequence_parallel
-    return 2 * blocks * (_forwards(m) + 1) + again + 2 * m.parallel.recomputes("mlp")
+    return _attention_parts(m) + _mlp_parts(m)
+
+
+def _attention_parts(m: Microbatch) -> int:
+    """Count those of attention, which is between a gather and a scatter."""
+    # with sequence parallelism the input of a column-parallel product is gathered again for its
+    # weights' gradient
+    again = m.parallel.sequence_parallel and m.trainable.weights in ("all", "attention")
+    return 2 * (_forwards(m) + 1) + again
+
+
+def _mlp_parts(m: Microbatch) -> int:
+    """Count those of the MLP; `_routed_bytes` counts experts."""
+    if m.architecture.experts is not None:
+        return 0
+    again = m.parallel.sequence_parallel and m.trainable.weights == "all"
+    return 2 * (_forwards(m) + 1 + m.parallel.recomputes("mlp")) + again
+
+
+def _overlaps(stage: PipelineStage) -> tuple[Overlap, ...]:
+    """Return the transfers of attention and of MLPs that `tp_comm_overlap` hides.
+
+    Of the t parts of a product, one runs before the first or after the last transfer.
+    """
+    m, a = stage.microbatch, stage.microbatch.architecture
+    if not m.parallel.tp_comm_overlap or m.tp > _GPUS_PER_NODE:
+        return ()
+    layers = stage.layers * stage.vp * stage.microbatches
+    attention = _forwards(m) + 1 + (m.trainable.weights in ("all", "attention"))
+    mlp = _forwards(m) + 1 + (m.trainable.weights == "all") + m.parallel.recomputes("mlp")
+    blocks = (
+        (_attention_parts(m), attention * attention_weights(a)),
+        (_mlp_parts(m), mlp * mlp_products(a)),
+    )
+    return tuple(
+        Overlap(
+            layers * _ring(parts * m.gathered, m.tp),
+            layers * _ring(2 * m.tokens * products / m.tp, m.tp),
+        )
+        for parts, products in blocks
+    )
 
 
 def _exchanged_bytes(m: Microbatch) -> int:

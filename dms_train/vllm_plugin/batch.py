@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.interface import AttentionStep
 from dms_train.kernels.decode.types import Step
 from dms_train.vllm_plugin.cache import GrantedCache
+from dms_train.vllm_plugin.part_graphs import Part, PartGraphs
 
 
 class StepInputs:
@@ -77,6 +77,7 @@ class BatchAttention:
 
     Attributes:
         cache: The cache.
+        graphs: Graphs of the cache.
         inputs: Rows of the requests. The first layer writes the angles.
         position: int64 [t]; for a captured step, in vLLM's buffer.
         singles: Number of requests with one token, padding included; they come first.
@@ -84,6 +85,7 @@ class BatchAttention:
     """
 
     cache: GrantedCache
+    graphs: PartGraphs
     inputs: StepInputs
     position: Tensor
     singles: int
@@ -132,28 +134,21 @@ class BatchAttention:
         output: Tensor,
     ) -> None:
         tokens = slice(part.start, part.stop)
-        groups = key.shape[1]
-        angles = self.inputs.angles[None, tokens, :, None, None]
-        step = AttentionStep(
-            query=query[tokens].unflatten(1, (groups, -1))[None],
-            key=key[tokens].unsqueeze(2)[None],
-            value=value[tokens].unsqueeze(2)[None],
-            cos=angles[:, :, 0],
-            sin=angles[:, :, 1],
-            position=self.position[None, tokens],
-            rows=self.inputs.rows[part.request, None],
-            spec=self.cache.spec,
-            begins=part.begins,
-            table=part.table,
+        row = self.inputs.rows[part.request, None]
+        given = Part(
+            query[tokens], key[tokens], value[tokens], self.position[tokens], row, part.table
         )
-        output[tokens] = self.cache.step(layer, step).output[0].transpose(0, 1)
+        self.graphs.attend(layer, given, part.begins, output[tokens])
 
 
-def batch_attention(cache: GrantedCache, inputs: StepInputs, input_batch: Any) -> BatchAttention:
+def batch_attention(
+    cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs, input_batch: Any
+) -> BatchAttention:
     """Describe a batch of vLLM for all layers.
 
     Args:
         cache: The cache.
+        graphs: Graphs of the cache.
         inputs: Inputs of the step; the rows are set.
         input_batch: vLLM's batch; requests with one token come first.
     """
@@ -168,4 +163,4 @@ def batch_attention(cache: GrantedCache, inputs: StepInputs, input_batch: Any) -
         start, stop = starts[index : index + 2]
         table = inputs.rotation(position[start:stop])
         parts.append(PromptPart(start, stop, index, computed[index] == 0, table))
-    return BatchAttention(cache, inputs, position, singles, parts)
+    return BatchAttention(cache, graphs, inputs, position, singles, parts)

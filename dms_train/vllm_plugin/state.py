@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from dms_train.vllm_plugin.batch import StepInputs, batch_attention
 from dms_train.vllm_plugin.cache import GrantedCache
+from dms_train.vllm_plugin.part_graphs import PartGraphs
 
 
 class ReportingSampler:
@@ -63,6 +65,16 @@ class DMSModelState(DefaultModelState):
         super().__init__(vllm_config, model, *args, **kwargs)
         self._attention, self._cache, table = model.retrofit
         self._inputs = StepInputs(table, requests=self.max_num_reqs, tokens=self.max_num_tokens)
+        first = self._attention[0]
+        self._graphs = PartGraphs(
+            self._cache,
+            heads=first.num_heads,
+            size=first.head_size,
+            dtype=vllm_config.model_config.dtype,
+            longest=self.max_num_tokens,
+        )
+        mode = vllm_config.compilation_config.cudagraph_mode
+        self._captures = self._cache.device.type == "cuda" and mode != CUDAGraphMode.NONE
         self._rows: dict[str, int] = {}
         self._memory: Tensor | None = None
 
@@ -109,7 +121,7 @@ class DMSModelState(DefaultModelState):
         self._inputs.set_rows(input_batch.idx_mapping if is_real else input_batch.idx_mapping[:0])
         batch = None
         if is_real or for_capture:
-            batch = batch_attention(self._cache, self._inputs, input_batch)
+            batch = batch_attention(self._cache, self._graphs, self._inputs, input_batch)
         return {layer.layer_name: batch for layer in self._attention}
 
     def _bind_memory(self) -> None:
@@ -118,6 +130,8 @@ class DMSModelState(DefaultModelState):
         if memory is not self._memory:
             self._cache.pool.bind(memory)
             self._memory = memory
+            if self._captures:
+                self._graphs.capture()
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
         """Wrap the sampler."""

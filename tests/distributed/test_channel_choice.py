@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dms_train.app.channel_choice import rank_channels
+from dms_train.app.channel_choice import candidate_channels, rank_channels
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.options import OptimOptions, ParallelOptions
@@ -38,7 +38,7 @@ def ranked(layout: dict[str, Any]) -> tuple[dict[int, float], float]:
     engine = McoreEngine(ARCHITECTURE, PRESETS["dms"], view, options, source)
     engine.attach_teacher(None)
     batches = tiny.microbatches(view.dp_rank, view.dp_size, groups=2)
-    losses = rank_channels(engine, ARCHITECTURE.kv_channels, batches)
+    losses = rank_channels(engine, candidate_channels(ARCHITECTURE), batches)
     engine.reset_eviction_channel()  # of the student alone
     teacher_loss = engine.teacher_loss(batches)
     groups.stop(keep_process_group=True)

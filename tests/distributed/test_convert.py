@@ -16,6 +16,7 @@ from dms_train.families import FAMILIES
 from dms_train.hf.architecture import from_hf_config
 from dms_train.hf.directory import WeightReader
 from dms_train.hf.json_files import read_config
+from dms_train.hf.stored_tensors import to_stored
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
@@ -68,7 +69,7 @@ def build(model: Path, layout: str, view: ParallelView, source: Any) -> McoreEng
 
 
 def weights_of(engine: McoreEngine) -> dict[str, Tensor]:
-    return dict(engine.hf_tensors())
+    return dict(to_stored(engine.architecture, engine.hf_tensors()))
 
 
 def keep_shares(engine: McoreEngine, view: ParallelView) -> dict[str, Tensor]:
@@ -146,6 +147,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "sliding_window_pattern": 2,
     },
+    "glm4": {"head_dim": 12, "partial_rotary_factor": 2 / 3},
+    "phi3": {"head_dim": 8, "partial_rotary_factor": 0.75},
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }

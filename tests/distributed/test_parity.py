@@ -50,11 +50,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "selective": (1, {"recompute_granularity": "selective"}),
-    "selective_mlp_tp2_sp": (
+    "selective_mlp_tp2_overlap": (
         2,
         {
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
+            "tp_comm_overlap": True,
             "recompute_granularity": "selective",
             "recompute_modules": ["mlp", "core_attn"],
         },
@@ -81,9 +82,15 @@ CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp4": (4, {"context_parallel_size": 4}),
     "dp2_cp2": (4, CP2),
     "cp2_tp2": (4, {**CP2, "tensor_model_parallel_size": 2}),
-    "recompute_cp2_tp2_sp": (
+    "recompute_cp2_tp2_overlap": (
         4,
-        {**CP2, "tensor_model_parallel_size": 2, "sequence_parallel": True, **FULL_RECOMPUTE},
+        {
+            **CP2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "tp_comm_overlap": True,
+            **FULL_RECOMPUTE,
+        },
     ),
     "selective_cp2_pp2_vp2": (
         4,
@@ -114,7 +121,7 @@ CONTEXT_CASES = [
     ("qwen3_moe", "dms", "cp2_ep2", "retrofit"),
     ("smollm3", "dms", "cp4", "packed"),
     ("qwen3", "dms_fastdms", "cp2_tp2", "retrofit"),
-    ("llama", "dms", "recompute_cp2_tp2_sp", "packed"),
+    ("llama", "dms", "recompute_cp2_tp2_overlap", "packed"),
     ("qwen2", "dms", "selective_cp2_pp2_vp2", "mixed"),
     ("qwen2", "dms", "dp2_cp2", "packed"),
     ("gemma3_text", "dms", "cp2", "packed"),

@@ -1,4 +1,4 @@
-"""Models with experts or windows are retrofitted, exported, verified, and generate."""
+"""Models of the more unusual families are retrofitted, exported, verified, and generate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.support.experts import experts_of
 LAYERS = (LayerAttention(rotary_base=1e3, window=16), LayerAttention(rotary_base=1e4))
 MODELS = {
     "gemma3_text": {"layers": LAYERS},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "phi3": {"partial_rotary_factor": 0.5},
     "qwen3_moe": {"experts": experts_of("qwen3_moe")},
 }
 

@@ -106,7 +106,8 @@ def train(engine: McoreEngine, plan: Callable[[int], StepPlan]) -> Run:
 
 CASES = [
     *(("dms", kind, dtype) for kind in PLANS for dtype in BARS),
-    *((preset, "retrofit", "fp32") for preset in PRESETS if preset != "dms"),
+    # the gates of trim_kv are trained with plain operations, which are not captured
+    *((preset, "retrofit", "fp32") for preset in PRESETS if preset not in ("dms", "trim_kv")),
     ("dms_nvidia", "zeroing", "fp32"),
     ("dmc", "zeroing", "fp32"),
 ]

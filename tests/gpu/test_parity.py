@@ -21,14 +21,17 @@ PP2 = {"pipeline_model_parallel_size": 2}
 VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+OVERLAP = {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": TP2,
     "tp2_sp": {**TP2, "sequence_parallel": True},
+    "overlap_tp2_sp": OVERLAP,
     "pp2": PP2,
     "recompute_pp2": {**PP2, **FULL},
     "pp2_vp2": VP2,
     "recompute_pp2_vp2": {**VP2, **FULL},
     "mlp_tp2_sp": {**TP2, **MLP, "sequence_parallel": True},
+    "overlap_mlp_tp2_sp": {**OVERLAP, **MLP},
     "mlp_uneven_pp2": {**PP2, **MLP, "num_layers_in_first_pipeline_stage": 3},
     "cp2": {"context_parallel_size": 2},
     "recompute_cp2": {"context_parallel_size": 2, **FULL},
@@ -53,7 +56,11 @@ SIZES: dict[str, Any] = {
 MODELS = {"tied": ("llama", "dms"), "untied": ("qwen2", "dms_nvidia")}
 CASES = [
     *((model, layout, "fp32") for model in MODELS for layout in LAYOUTS),
-    *((model, layout, "bf16") for model in MODELS for layout in ("tp2_sp", "pp2", "cp2", "dp2")),
+    *(
+        (model, layout, "bf16")
+        for model in MODELS
+        for layout in ("tp2_sp", "overlap_tp2_sp", "pp2", "cp2", "dp2")
+    ),
     ("untied", "recompute_pp2_vp2", "bf16"),
     ("untied", "mlp_uneven_pp2", "bf16"),
 ]
@@ -89,6 +96,21 @@ def test_two_gpus_equal_one(results: Path, model: str, layout: str, dtype: str) 
     gradients = parity_runs.largest_distance(found, expected)
     element = parity_runs.largest_difference(found, expected)
     print(f"{layout} {model} {dtype}: loss {loss:.1e}, gradients {gradients:.1e} ({element:.1e})")
+    loss_bar, bar = BARS[dtype]
+    assert loss < loss_bar
+    assert gradients < bar
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", BARS)
+def test_overlap_changes_no_more_than_the_order_of_sums(
+    results: Path, model: str, dtype: str
+) -> None:
+    found = parity_runs.read(results, f"{model}-overlap_tp2_sp-{dtype}")
+    expected = parity_runs.read(results, f"{model}-tp2_sp-{dtype}")
+    loss = parity_runs.loss_difference(found, expected)
+    gradients = parity_runs.largest_distance(found, expected)
+    print(f"overlap {model} {dtype}: loss {loss:.1e}, gradients {gradients:.1e}")
     loss_bar, bar = BARS[dtype]
     assert loss < loss_bar
     assert gradients < bar

@@ -22,6 +22,7 @@ from dms_train.method.plan import StepPlan
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 Weights = dict[str, Tensor]  # float64, by Hugging Face name
+SANDWICH = ("gemma3_text", "glm4")  # families that also normalise what a layer adds
 _64_BITS = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -164,7 +165,7 @@ def forward(
     noise: Tensor,
 ) -> tuple[Tensor, _Decided]:
     """Logits [b, t, vocabulary] and what the decisions of all layers sum up to."""
-    gemma = a.family == "gemma3_text"
+    gemma, sandwich = a.family == "gemma3_text", a.family in SANDWICH
     hidden = weights["model.embed_tokens.weight"][tokens] * (a.hidden_size**0.5 if gemma else 1)
     total = _Decided(*(torch.zeros(len(tokens), dtype=torch.float64) for _ in range(3)))
     for layer in range(a.num_layers):
@@ -173,15 +174,15 @@ def forward(
         normed = _rms_norm(hidden, own["input_layernorm.weight"], a)
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
         attended, decided = _attention(alone, spec, plan, own, normed, noise[layer])
-        if gemma:
+        if sandwich:
             attended = _rms_norm(attended, own["post_attention_layernorm.weight"], a)
         hidden = hidden + attended
         total = _Decided(*(x + y for x, y in zip(total, decided, strict=True)))
-        before_mlp = "pre_feedforward" if gemma else "post_attention"
+        before_mlp = "pre_feedforward" if sandwich else "post_attention"
         normed = _rms_norm(hidden, own[f"{before_mlp}_layernorm.weight"], a)
         gate, up = (normed @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
         update = ((_gelu if gemma else _silu)(gate) * up) @ own["mlp.down_proj.weight"].T
-        if gemma:
+        if sandwich:
             update = _rms_norm(update, own["post_feedforward_layernorm.weight"], a)
         hidden = hidden + update
     head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
@@ -276,15 +277,17 @@ def _rope(a: Architecture, x: Tensor) -> Tensor:
     if a.layers[0].rotary_base is None:
         return x
     half, base = x.shape[-1] // 2, a.layers[0].rotary_base
-    frequencies = [_scaled(a, base ** (-n / half)) for n in range(half)]
+    turned = round(half * a.partial_rotary_factor)
+    frequencies = [_scaled(a, base ** (-n / turned)) for n in range(turned)]
+    frequencies += [0.0] * (half - turned)
     angle = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(frequencies).double()
     angle = angle.view(1, x.shape[1], *[1] * (x.dim() - 3), half)
     first, second = x[..., :half], x[..., half:]
-    turned = (
+    halves = (
         first * angle.cos() - second * angle.sin(),
         second * angle.cos() + first * angle.sin(),
     )
-    return torch.cat(turned, -1)
+    return torch.cat(halves, -1)
 
 
 def _scaled(a: Architecture, frequency: float) -> float:

@@ -19,6 +19,7 @@ def architecture(family: str, **changes: object) -> Architecture:
     """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied.
 
     SmolLM3 has RoPE in every second layer, Gemma 3 a window and another base in every second one.
+    Phi-3 and GLM-4 rotate half of each head.
     """
     values: dict[str, object] = {
         "family": family,
@@ -35,6 +36,8 @@ def architecture(family: str, **changes: object) -> Architecture:
         "tie_word_embeddings": family != "qwen2",
         "experts": experts_of(family),
     }
+    if family in ("glm4", "phi3"):
+        values |= {"kv_channels": 8, "partial_rotary_factor": 0.5}
     values |= changes
     if family == "smollm3":
         rotated = [layer % 2 == 1 for layer in range(values["num_layers"])]

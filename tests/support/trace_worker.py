@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
 }
 # Ranks that share experts, in the layouts of a model with experts.
 EXPERT_RANKS = {"ep2": 2, "tp2_ep2_full": 2}
+OVERLAPPED = ("tp2_mlp",)
 # Ranks that share the positions of a sample.
 CONTEXT_RANKS = {"cp4_tp2": 4}
 EXPERTS = Experts(count=16, topk=2, ffn_hidden_size=64, normalize=True)
@@ -61,6 +62,7 @@ def config(layout: str, **changes: Any) -> RunConfig:
         parallel__context_parallel_size=CONTEXT_RANKS.get(layout, 1),
         parallel__expert_model_parallel_size=EXPERT_RANKS.get(layout, 1),
         parallel__sequence_parallel=sequence,
+        parallel__tp_comm_overlap=layout in OVERLAPPED,
         parallel__recompute_granularity="selective" if recompute == "mlp" else recompute,
         parallel__recompute_modules=("mlp" if recompute == "mlp" else "core_attn",),
         parallel__params_dtype="bf16",

@@ -46,7 +46,8 @@ def dmc_numbers(config: Any) -> DMCNumbers:
         raise ValueError("config.json has no `dmc` key: not a DMC model")
     spec = nested["spec"]
     return DMCNumbers(
-        channel=spec["channel"],
+        # of this file's weights, where the training had the channels of a head in another order
+        channel=nested.get("file_channel", spec["channel"]),
         scale=spec["alpha_scale"],
         offset=spec["alpha_offset"],
         width=spec["merge_window"],

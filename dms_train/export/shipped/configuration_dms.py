@@ -38,10 +38,12 @@ class DMSNumbers:
     clear_after_rope: bool
 
 
-def _from_nested(spec: dict[str, Any]) -> DMSNumbers:
+def _from_nested(stated: dict[str, Any]) -> DMSNumbers:
+    spec = stated["spec"]
     delay = spec["window"] if spec["eviction"] == "immediate" else 0
     return DMSNumbers(
-        channel=spec["channel"],
+        # of this file's weights, where the training had the channels of a head in another order
+        channel=stated.get("file_channel", spec["channel"]),
         scale=spec["alpha_scale"],
         offset=spec["alpha_offset"],
         shift=spec["decision_shift"] + delay,
@@ -74,7 +76,7 @@ def dms_numbers(config: Any) -> DMSNumbers:
     """Read the constants from either layout; ValueError if the config describes no DMS model."""
     nested = getattr(config, "dms", None)
     if nested is not None:
-        return _from_nested(nested["spec"])
+        return _from_nested(nested)
     if hasattr(config, "dms_window_size"):
         return _from_flat(config)
     raise ValueError("config.json has neither a `dms` key nor `dms_window_size`: not a DMS model")

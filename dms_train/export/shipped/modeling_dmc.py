@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration_dmc import DMCNumbers, dmc_numbers
 
@@ -81,7 +81,11 @@ def merged(raw: Tensor, alpha: Tensor, weight: Tensor, width: int) -> Tensor:
 
 
 class DMCAttention(_Mixed):
-    """Mixin for the attention class of a family: merged states, a mask for each KV head."""
+    """Mixin for the attention class of a family: merged states, a mask for each KV head.
+
+    Attributes:
+        rotate: RoPE of the family.
+    """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -89,12 +93,19 @@ class DMCAttention(_Mixed):
             raise ValueError("DMC does not support layers with a sliding window")
         self.dmc = DMCDecision(dmc_numbers(config))
 
-    def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
-        """Project, and normalise if the family does: [batch, heads, T, d]."""
-        states = projection(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
-        if hasattr(self, norm):
-            states = getattr(self, norm)(states)
-        return states.transpose(1, 2)
+    def _project(self, hidden: Tensor) -> list[Tensor]:
+        """Return queries, keys and values, [batch, heads, T, d]; normalised if the family does."""
+        if hasattr(self, "qkv_proj"):  # Phi-3 has one matrix
+            keys = self.config.num_key_value_heads * self.head_dim
+            mixed = self.qkv_proj(hidden)
+            states = list(mixed.split((mixed.shape[-1] - 2 * keys, keys, keys), -1))
+        else:
+            states = [p(hidden) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        states = [x.unflatten(-1, (-1, self.head_dim)) for x in states]
+        for number, norm in enumerate(("q_norm", "k_norm")):
+            if hasattr(self, norm):
+                states[number] = getattr(self, norm)(states[number])
+        return [x.transpose(1, 2) for x in states]
 
     def _before(self, cache: Cache | None, like: Tensor) -> Tensor:
         """Read what new tokens merge from the cache, [batch, kv_heads, tokens, 2 d + 2]."""
@@ -129,9 +140,7 @@ class DMCAttention(_Mixed):
         """Attend to merged states; attention_mask is the 4D mask of eager attention."""
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMC needs a 4D mask: load with attn_implementation='eager'")
-        query = self._heads(self.q_proj, hidden_states, "q_norm")
-        key = self._heads(self.k_proj, hidden_states, "k_norm")
-        value = self._heads(self.v_proj, hidden_states, "")
+        query, key, value = self._project(hidden_states)
         n = key.shape[2]
         real = attention_mask[:, 0, -1, -n:] == 0
         weight = self.dmc.weights(query.unflatten(1, (key.shape[1], -1))) * real[:, None]
@@ -144,7 +153,7 @@ class DMCAttention(_Mixed):
         states = merged(whole[..., 2:], alphas, weights, self.dmc.numbers.width)[:, :, -n:]
         key, value = states.split(self.head_dim, -1)
         if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            query, key = self.rotate(query, key, *position_embeddings)
         if past_key_values is not None:
             stored = torch.cat([value, left], -1)
             key, stored = past_key_values.update(key, stored, self.layer_idx)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMode
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .adapter_dms import AdapterLoading
 from .configuration_dms import DMSNumbers, dms_numbers
@@ -86,6 +86,9 @@ class DMSAttention(_Mixed):
 
     In a layer with a sliding window every token is evicted when it leaves that window. There are no
     decisions, and the query keeps its eviction channel.
+
+    Attributes:
+        rotate: RoPE of the family.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -102,12 +105,19 @@ class DMSAttention(_Mixed):
             return torch.ones_like(query[:, :: self.num_key_value_groups, :, 0]) > 0, query
         return self.dms(query) > 0, self.dms.clear(query)
 
-    def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
-        """Project, and normalise if the family does: [batch, heads, T, d]."""
-        states = projection(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
-        if hasattr(self, norm):
-            states = getattr(self, norm)(states)
-        return states.transpose(1, 2)
+    def _project(self, hidden: Tensor) -> list[Tensor]:
+        """Return queries, keys and values, [batch, heads, T, d]; normalised if the family does."""
+        if hasattr(self, "qkv_proj"):  # Phi-3 has one matrix
+            keys = self.config.num_key_value_heads * self.head_dim
+            mixed = self.qkv_proj(hidden)
+            states = list(mixed.split((mixed.shape[-1] - 2 * keys, keys, keys), -1))
+        else:
+            states = [p(hidden) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        states = [x.unflatten(-1, (-1, self.head_dim)) for x in states]
+        for number, norm in enumerate(("q_norm", "k_norm")):
+            if hasattr(self, norm):
+                states[number] = getattr(self, norm)(states[number])
+        return [x.transpose(1, 2) for x in states]
 
     def _remember(
         self, key: Tensor, value: Tensor, decisions: Tensor, cache: Cache | None
@@ -189,12 +199,10 @@ class DMSAttention(_Mixed):
         """
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMS needs a 4D mask: load with attn_implementation='eager'")
-        query = self._heads(self.q_proj, hidden_states, "q_norm")
-        key = self._heads(self.k_proj, hidden_states, "k_norm")
-        value = self._heads(self.v_proj, hidden_states, "")
+        query, key, value = self._project(hidden_states)
         decisions, query = self._decide(query)
         if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            query, key = self.rotate(query, key, *position_embeddings)
         if self.dms.numbers.clear_after_rope and not self.has_window:
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):

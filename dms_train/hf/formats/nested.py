@@ -10,6 +10,7 @@ from typing import Any
 
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated, read_block
 from dms_train.hf.side_files import is_adapter
+from dms_train.hf.stored import file_channel
 
 
 def nested_format(method: str) -> ExportFormat:
@@ -30,7 +31,8 @@ def nested_format(method: str) -> ExportFormat:
 
 def nested_keys(model: ExportedModel) -> dict[str, Any]:
     """Set one nested key, and a model_type that is not registered in transformers."""
-    method = model.spec.kind
+    method, channel = model.spec.kind, model.spec.channel
+    in_files = file_channel(model.architecture, channel)
     return {
         "model_type": f"{method}_{model.architecture.family}",
         "rope_scaling": None,  # stated in rope_parameters alone, see the shipped configuration
@@ -38,5 +40,6 @@ def nested_keys(model: ExportedModel) -> dict[str, Any]:
             "spec": model.spec.to_dict(),
             "cr_factor": model.cr_factor,
             "target_cr": model.target_cr,
+            **({} if in_files == channel else {"file_channel": in_files}),
         },
     }

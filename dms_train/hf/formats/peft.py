@@ -8,6 +8,7 @@ from typing import Any
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated, read_block
 from dms_train.hf.formats.nested import nested_keys
 from dms_train.hf.side_files import is_adapter
+from dms_train.hf.stored import stored_parts
 
 
 def _problem(model: ExportedModel) -> str | None:
@@ -16,6 +17,11 @@ def _problem(model: ExportedModel) -> str | None:
             "no base model is recorded whose weights stayed as they are; train with "
             "method.train=lora or channel, from model.path and without a Hugging Face directory as "
             "run.load"
+        )
+    if stored_parts(model.architecture):
+        family = model.architecture.family
+        return (
+            f"{family} files join projections or order channels in another way; merge the adapter"
         )
     base = model.adapter_base.name
     if Path(base).is_file() or base.endswith(".gguf"):

@@ -59,12 +59,17 @@ def rotary_frequencies(a: Architecture, base: float | None, device: torch.device
         device: Device of the result.
 
     Returns:
-        float32 [d / 2].
+        float32 [d / 2]; zero for channels that RoPE does not rotate.
     """
-    even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=device)
     if base is None:
-        return torch.zeros_like(even, dtype=torch.float32)
-    frequency = 1.0 / base ** (even.float() / a.kv_channels)
+        return torch.zeros(a.kv_channels // 2, device=device)
+    frequency = _rotated_frequencies(a, base, device)
+    return F.pad(frequency, (0, a.kv_channels // 2 - len(frequency)))
+
+
+def _rotated_frequencies(a: Architecture, base: float, device: torch.device) -> Tensor:
+    even = torch.arange(0, a.rotary_channels, 2, dtype=torch.int64, device=device)
+    frequency = 1.0 / base ** (even.float() / a.rotary_channels)
     rule = a.rope_scaling
     if rule is None or base != a.rotary_base:
         return frequency

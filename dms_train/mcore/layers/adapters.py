@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -32,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from dms_train.mcore.layers.overlap import ColumnLinear, RowLinear
 from dms_train.mcore.options import Trainable
 from dms_train.method.layer import MethodLayer
 
@@ -165,7 +162,7 @@ class _Adapted(torch.nn.Module):
         return self.trainable.lora.scale * (up @ down)
 
 
-class AdaptedQKV(_Adapted, ColumnParallelLinear):
+class AdaptedQKV(_Adapted, ColumnLinear):
     """Query, key and value projection with adapters and trained rows of the eviction channels.
 
     Args:
@@ -336,7 +333,7 @@ class AdaptedQKV(_Adapted, ColumnParallelLinear):
         return frozen.flatten().index_copy(0, rows, self.channel_bias.float()[index])
 
 
-class AdaptedOutput(_Adapted, RowParallelLinear):
+class AdaptedOutput(_Adapted, RowLinear):
     """Output projection of attention with an adapter."""
 
     lora_o_down: Tensor

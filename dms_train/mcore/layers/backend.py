@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dms_train.mcore.compat import optimizer_parts
 from dms_train.mcore.errors import ModelError
+from dms_train.mcore.layers.overlap import ColumnLinear, RowLinear
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -108,7 +108,12 @@ class LayerBackend(NamedTuple):
 
 
 def choose(
-    wanted: str, device: torch.device, *, fused: bool = False, adapts: bool = False
+    wanted: str,
+    device: torch.device,
+    *,
+    fused: bool = False,
+    adapts: bool = False,
+    overlaps: bool = False,
 ) -> LayerBackend:
     """Choose the layers that a configured name stands for on a device.
 
@@ -120,11 +125,12 @@ def choose(
             then kernels too.
         adapts: Whether the projections of attention have adapters (`mcore.layers.adapters`), which
             read the output of the norm.
+        overlaps: `parallel.tp_comm_overlap` (`mcore.layers.overlap`).
 
     Raises:
         ModelError: Transformer Engine is configured and cannot run.
     """
-    missing = _missing(device, adapts)
+    missing = _missing(device, adapts, overlaps)
     if wanted == "transformer_engine" and missing:
         raise ModelError(f"parallel.layers=transformer_engine: {missing}; use parallel.layers=auto")
     norm, norm_name = (FusedRMSNorm, "triton") if fused else (RMSNorm, "torch")
@@ -133,8 +139,8 @@ def choose(
             name="local",
             reason=missing if wanted == "auto" else "as configured",
             norm=norm,
-            norm_linear=ColumnParallelLinear,
-            row=RowParallelLinear,
+            norm_linear=ColumnLinear,
+            row=RowLinear,
             fuses_norm=False,
             norm_name=norm_name,
         )
@@ -149,10 +155,12 @@ def choose(
     )
 
 
-def _missing(device: torch.device, adapts: bool) -> str:
+def _missing(device: torch.device, adapts: bool, overlaps: bool) -> str:
     """Say why Transformer Engine cannot run; empty if it can."""
     if adapts:
         return "the adapters of method.train read norms that Transformer Engine does not return"
+    if overlaps:
+        return "parallel.tp_comm_overlap overlaps products of megatron-core's own layers"
     if device.type != "cuda":
         return f"Transformer Engine needs a GPU and training runs on the {device.type.upper()}"
     # megatron replaces an absent package by mocks, so importing the layers proves nothing

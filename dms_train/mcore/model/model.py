@@ -88,6 +88,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
         sequence_parallel=options.sequence_parallel,
+        tp_comm_overlap=options.tp_comm_overlap,
         # The interleaved schedule may exchange two messages between the same two ranks at a time;
         # batched, they would be mixed up without an error.
         overlap_p2p_comm=interleaved,
@@ -209,7 +210,7 @@ class DMSModel(LanguageModule):
 
     def _rotary_embedding(self, a: Architecture, base: float) -> RotaryEmbedding:
         return RotaryEmbedding(
-            a.kv_channels,
+            a.rotary_channels,
             rotary_percent=1.0,
             rotary_base=base,
             cp_group=self.pg_collection.cp,
@@ -302,8 +303,15 @@ class DMSModel(LanguageModule):
                 own = torch.zeros_like(turned)
             elif base in self._local_ropes:
                 own = self._local_ropes[base].get_emb(length)
-            tables.append(self.method.rope(own, documents))
+            tables.append(self.method.rope(self._of_whole_heads(own), documents))
         return tables
+
+    def _of_whole_heads(self, angles: Tensor) -> Tensor:
+        """Pad the angles of the rotated channels with zeros, [s, 1, 1, d]."""
+        still = self.architecture.kv_channels - self.architecture.rotary_channels
+        if not still:
+            return angles
+        return F.pad(angles.unflatten(-1, (2, -1)), (0, still // 2)).flatten(-2)
 
     def _layers(self, first: int, last: int, documents: PackedDocuments | None = None) -> Any:
         def run(

@@ -39,7 +39,7 @@ def test_figures_are_of_one_gpu() -> None:
     assert train_step.figures(two, measured) == train_step.figures(one, measured)
 
 
-@pytest.mark.parametrize("text", ["dp1", "tp2_sp", "pp2_vp2_dp2", "pp2_last1_sp"])
+@pytest.mark.parametrize("text", ["dp1", "tp2_sp", "pp2_vp2_dp2", "pp2_last1_sp", "tp2_sp_overlap"])
 def test_layouts_are_named_by_their_words(text: str) -> None:
     layout = parse_layout(text)
     assert layout.label == text

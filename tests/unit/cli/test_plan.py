@@ -175,7 +175,7 @@ def test_architecture_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path=\./nowhere"):
         read_architecture(ModelOptions(path="./nowhere"))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="use one of gemma3_text, llama"):
+    with pytest.raises(ConfigError, match="use one of gemma3_text, glm4"):
         read_architecture(ModelOptions(path=str(tmp_path)))
 
 

@@ -30,15 +30,15 @@ ALLOWED = {
 }
 DIGESTS = {
     "adapter_dms.py": "6a7c7dcfa82b9b39",
-    "configuration_dmc.py": "3e07b0c75af88716",
-    "configuration_dms.py": "7d2a3596fb56769e",
+    "configuration_dmc.py": "870b6c5f0aaf6fea",
+    "configuration_dms.py": "2497496dca73020c",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
     "generation_dms.py": "661642c9e2f29633",
-    "modeling_dmc.py": "6bf70891926c26a0",
-    "modeling_dms.py": "3da0f680a223189f",
-    "modeling_llama_dmc.py": "2e7a563c6d6ce431",
-    "modeling_llama_dms.py": "7fe04799a811665f",
+    "modeling_dmc.py": "44e8a6154acfb8db",
+    "modeling_dms.py": "63f783e22e554cc9",
+    "modeling_llama_dmc.py": "35f8867b1790fa60",
+    "modeling_llama_dms.py": "5f028f82cf0840af",
     "pages_dms.py": "401169469d6e9ab6",
     "pool_dms.py": "690718436cb3fbbf",
 }

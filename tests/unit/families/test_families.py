@@ -49,6 +49,11 @@ def test_tensors_of_a_layer_are_those_of_transformers(family, tmp_path):
         name: tuple(sizes[dimension] for dimension in dimensions)
         for name, dimensions in FAMILIES[family].layer_tensors(experts).items()
     }
+    joined = {
+        f"{s}.weight": [f"{m}.weight" for m in ms] for s, ms in FAMILIES[family].stored.items()
+    }
+    parts = {name: [described.pop(part) for part in own] for name, own in joined.items()}
+    described |= {name: (sum(p[0] for p in own), *own[0][1:]) for name, own in parts.items()}
     tiny_model(family).save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     prefix = "model.layers.0."
@@ -72,7 +77,10 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family):
     config = getattr(transformers, described.config_class)()
     assert config.tie_word_embeddings == described.tied_by_default
     rope = config.rope_parameters
-    assert rope.get("full_attention", rope)["rope_theta"] == described.rotary_base
+    rope = rope.get("full_attention", rope)
+    assert rope["rope_theta"] == described.rotary_base
+    assert rope.get("partial_rotary_factor") == described.rotary_factor
+    assert config.rms_norm_eps == described.norm_epsilon
     heads = config.hidden_size // config.num_attention_heads
     assert getattr(config, "head_dim", None) in (None, described.head_size or heads)
     activation = {described.activation_key: described.activation}

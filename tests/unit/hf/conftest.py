@@ -16,6 +16,7 @@ from dms_train.export.writer import write_export
 from dms_train.families import FAMILIES, LayerAttention
 from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.hf.formats import default_format
+from dms_train.hf.stored_tensors import to_stored
 from dms_train.hf.tensors import expected_shapes
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
@@ -66,6 +67,7 @@ def _architecture(family: str) -> Architecture:
         experts=experts_of(family),
         layers=LAYERS.get(family, ()),
         query_scalar=5 if family == "gemma3_text" else None,
+        partial_rotary_factor=0.5 if family in ("glm4", "phi3") else 1.0,
     )
 
 
@@ -95,8 +97,9 @@ def random_weights() -> Callable[..., Weights]:
 
 
 def in_memory(weights: Weights, a: Architecture) -> Weights:
-    """The tensors of files as transformers 5 holds them: one tensor for the experts of a layer."""
-    joined = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    """The tensors as transformers 5 holds them: one tensor for the experts of a layer."""
+    files = to_stored(a, weights.items())
+    joined = {name: tensor for name, tensor in files if ".experts." not in name}
     for layer in range(a.num_layers if a.experts else 0):
         at = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (
@@ -125,7 +128,9 @@ def _norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
 
 def _frequencies(a: Architecture) -> Tensor:
     base = a.layers[0].rotary_base
-    inverse = base ** -(torch.arange(0, a.kv_channels, 2).double() / a.kv_channels)
+    rotated = round(a.kv_channels * a.partial_rotary_factor)
+    inverse = base ** -(torch.arange(0, rotated, 2).double() / rotated)
+    inverse = torch.cat([inverse, inverse.new_zeros((a.kv_channels - rotated) // 2)])
     s = a.rope_scaling
     if s is None or a.layers[0].window is not None:
         return inverse
@@ -204,8 +209,8 @@ def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
 def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tuple[Tensor, Tensor]:
     w = {name: tensor.double() for name, tensor in weights.items()}
     x, decisions = w["model.embed_tokens.weight"][ids], []
-    sandwich = a.family == "gemma3_text"
-    if sandwich:
+    sandwich = a.family in ("gemma3_text", "glm4")
+    if a.family == "gemma3_text":
         x = x * a.hidden_size**0.5
     before_mlp = f"{'pre_feedforward' if sandwich else 'post_attention'}_layernorm.weight"
     for layer in range(a.num_layers):

@@ -280,6 +280,20 @@ def test_a_softmax_scale_that_the_family_has_not_is_refused(architecture):
     assert line.startswith("model.query_scalar=9: qwen2 models scale by the head size")
 
 
+@pytest.mark.parametrize(
+    ("family", "factor", "named"),
+    [
+        ("qwen2", 0.5, "RoPE of qwen2 models rotates whole heads"),
+        ("phi3", 0.4, "rotates 3 of 8 channels"),
+        ("phi3", 1.25, "rotates 10 of 8 channels"),
+    ],
+)
+def test_shares_of_a_head_that_rope_cannot_rotate(architecture, family, factor, named):
+    changed = dataclasses.replace(architecture(family), partial_rotary_factor=factor)
+    (line,) = changed.check("model")
+    assert line.startswith(f"model.partial_rotary_factor={factor}: {named}")
+
+
 def test_a_router_that_does_not_train_is_refused(architecture):
     moe = architecture("qwen3_moe")
     changed = dataclasses.replace(moe.experts, topk=1)
@@ -352,6 +366,12 @@ def test_stories(stories):
         ),
         ("gemma3_text", {"rope_parameters": None, "rope_local_base_freq": 0}, "number above 0"),
         ("gemma3_text", {"rope_parameters": None, "rope_local_base_freq": 1e6}, "two bases"),
+        ("glm4", {"attention_bias": False}, "attention_bias=False"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "RoPE says 0.5; make them agree"),
+        ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.4}, "rotates 3 of 8"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("phi3", {"sliding_window": 255}, "sliding_window=255 .*max_position_embeddings=256"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
         ("mistral", {"sliding_window": 255}, "sliding_window=255 .*max_position_embeddings=256"),
         ("mistral", {"sliding_window": "all"}, "sliding_window='all'"),
         ("mistral", {"rope_scaling": {"type": "llama3", "factor": 4.0}}, "llama3"),

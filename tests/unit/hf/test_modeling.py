@@ -70,6 +70,20 @@ def test_equals_independent_forward(tiny, spec, reference_forward, family, prese
     assert_same(model.dms_decision_logits(ids[None])[:, 0], decisions)
 
 
+@pytest.mark.parametrize(
+    ("family", "channel", "in_files"), [("phi3", 2, 4), ("phi3", -1, -1), ("glm4", 4, 1)]
+)
+def test_the_eviction_channel_where_files_order_channels_in_another_way(
+    tiny, spec, reference_forward, family, channel, in_files
+):
+    s = spec("dms").override(channel=channel)
+    model, weights, a, ids = tiny(family, s)
+    assert model.model.layers[0].self_attn.dms.numbers.channel == in_files
+    logits, decisions = reference_forward(weights, a, s, ids)
+    assert_same(model(ids[None]).logits[0], logits)
+    assert_same(model.dms_decision_logits(ids[None])[:, 0], decisions)
+
+
 def test_immediate_eviction(tiny, spec, reference_forward):
     s = spec("dms").override(eviction="immediate")
     model, weights, a, ids = tiny("llama", s)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dms_train.app.failures import is_refusal
 from dms_train.app.inspection import describe
@@ -138,7 +137,8 @@ def test_transformers_computes_the_same_of_a_config_that_is_accepted(export, ids
 
     directory = export(family, None)
     sound = read_config(directory)
-    architecture, weights = read_architecture(directory), load_file(directory / SINGLE_FILE)
+    architecture, reader = read_architecture(directory), WeightReader(directory)
+    weights = {name: reader.get(name) for name in reader.names()}
     usual = transformers_logits(directory, weights, ids)
     own = LLM(directory, dtype="float32").logits(ids.tolist())
     assert (own - usual).abs().max() < 1e-3

@@ -31,13 +31,16 @@ def attention_of(engine: McoreEngine, layer: int = 0) -> Any:
 
 
 def rope(engine: McoreEngine) -> Tensor:
-    return engine._models[0].rotary_pos_emb.get_emb(S)
+    model = engine._models[0]
+    return model._of_whole_heads(model.rotary_pos_emb.get_emb(S))
 
 
-def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
-    """RoPE in float64 on x [s, ..., d], halves rotated against each other."""
+def rotate(x: Tensor, share: float = 1.0, base: float = 10000.0) -> Tensor:
+    """RoPE in float64 on x [s, ..., d], halves rotated against each other, in a share of each."""
     d = x.shape[-1]
-    frequencies = base ** -(torch.arange(0, d, 2).double() / d)
+    turned = round(share * d)
+    frequencies = base ** -(torch.arange(0, turned, 2).double() / turned)
+    frequencies = torch.cat([frequencies, torch.zeros((d - turned) // 2).double()])
     angle = torch.arange(x.shape[0]).double()[:, None] * frequencies
     angle = angle.view(x.shape[0], *[1] * (x.dim() - 2), d // 2)
     first, second = x.double().chunk(2, -1)
@@ -115,13 +118,14 @@ def explicit_context(
     by_key = torch.zeros(B, 4, S)
     kept = log_keep.permute(1, 2, 0)
     by_key[..., : S - spec.decision_shift] = kept[..., spec.decision_shift :]
-    turned = rotate(cleared(grouped, spec.channel))
+    share = engine.architecture.partial_rotary_factor
+    turned = rotate(cleared(grouped, spec.channel), share)
     if spec.clear_after_rope:
         turned = cleared(turned, spec.channel)
     heads = turned.flatten(2, 3).transpose(0, 1)
     out = dms_attention(
         heads,
-        rotate(k).transpose(0, 1),
+        rotate(k, share).transpose(0, 1),
         v.double().transpose(0, 1),
         by_key.double(),
         spec.window,

@@ -89,6 +89,15 @@ def test_auto_takes_transformer_engine_where_it_can_be_imported(
     assert layers.choose("auto", CPU).name == "local"
 
 
+def test_overlapped_communication_needs_megatrons_own_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers.te, "HAVE_TE", True)
+    assert layers.choose("auto", GPU, overlaps=True).name == "local"
+    with pytest.raises(ModelError, match=r"transformer_engine: parallel\.tp_comm_overlap"):
+        layers.choose("transformer_engine", GPU, overlaps=True)
+
+
 @pytest.mark.parametrize(
     ("device", "found", "reason"), [(CPU, True, "needs a GPU"), (GPU, False, "cannot be imported")]
 )

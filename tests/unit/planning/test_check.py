@@ -96,6 +96,7 @@ def test_sound_configurations_pass(world_size, changes):
         (1, {MODULES: ("mlp",)}, "needs parallel.recompute_granularity=selective"),
         (4, {PP: 2, VP: 2, "data__global_batch_size": 6}, "use a multiple of 4"),
         (1, {"parallel__sequence_parallel": True}, "parallel.sequence_parallel=true: needs"),
+        (2, {TP: 2, "parallel__tp_comm_overlap": True}, "parallel.tp_comm_overlap=true: needs"),
         (
             2,
             {TP: 2, "parallel__sequence_parallel": True, "data__seq_length": 63},

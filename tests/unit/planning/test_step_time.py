@@ -92,6 +92,26 @@ def test_communication_leaves_the_node_where_a_group_does():
     assert far.network_bytes > 0
 
 
+def test_products_hide_what_tp_comm_overlap_transfers():
+    layout = {TP: 2, "parallel__sequence_parallel": True}
+    plain, overlapped = (
+        stages(2, **layout, parallel__tp_comm_overlap=overlap) for overlap in (False, True)
+    )
+    assert work_of(overlapped[0]).link_bytes == work_of(plain[0]).link_bytes
+    c = calibration()
+    # with slow links the transfers take longer than half of the products of four passes
+    fast, slow = (GPUS["h100"]._replace(link_gbs=speed) for speed in (1e5, 1.0))
+    per_step = 64 * 4096 * A.hidden_size * 2 / 2  # bytes of a tensor that a rank sends
+    # three passes of the embedding and three of the head have no product of a layer
+    left = 6 * per_step / (fast.link_gbs * 1e9 * c.link_efficiency)
+    assert step_time(overlapped, fast, c).communication == pytest.approx(left)
+    weights = 4 * A.hidden_size * (A.hidden_size + 0.75 * A.ffn_hidden_size)
+    products = 4 * 2 * 64 * 4096 * A.num_layers * weights / 2
+    hidden = products / 2 / (fast.tflops * 1e12 * c.matmul_efficiency)
+    exposed = [step_time(s, slow, c).communication for s in (plain, overlapped)]
+    assert exposed[0] - exposed[1] == pytest.approx(hidden)
+
+
 def test_experts_leave_the_node_where_their_ranks_do():
     model = configs.architecture(
         family="qwen3_moe", experts=replace(experts_of("qwen3_moe"), count=16)

@@ -19,6 +19,7 @@ from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
 from dms_train.vllm_plugin.batch import BatchAttention, StepInputs, batch_attention
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool
+from dms_train.vllm_plugin.part_graphs import PartGraphs
 from tests.support.host_reads import HostReads
 
 pytestmark = pytest.mark.skipif(
@@ -86,6 +87,10 @@ def new_cache(stored=None):
     return cache
 
 
+def new_graphs(cache):
+    return PartGraphs(cache, heads=HEADS * GROUP, size=SIZE, dtype=torch.float32, longest=16)
+
+
 def new_inputs():
     return StepInputs(rope_table(), requests=ROWS, tokens=32)
 
@@ -120,7 +125,7 @@ def run_eager(cache, inputs, requests, batch):
         "num_computed_tokens_np": np.array(computed),
     }
     described = SimpleNamespace(positions=position, num_tokens=sum(counts), **fields)
-    attention = batch_attention(cache, inputs, described)
+    attention = batch_attention(cache, new_graphs(cache), inputs, described)
     output = torch.full_like(query, torch.nan)
     for layer in range(LAYERS):
         attention.attend(layer, query[layer], key[layer], value[layer], output[layer])
@@ -160,7 +165,9 @@ class Captured:
         self.query = torch.zeros(*shape, HEADS * GROUP, SIZE)
         self.key, self.value = torch.zeros(2, *shape, HEADS, SIZE)
         self.output = torch.zeros_like(self.query)
-        self._batch = BatchAttention(cache, inputs, self.position, self.SLOTS, [])
+        self._batch = BatchAttention(
+            cache, new_graphs(cache), inputs, self.position, self.SLOTS, []
+        )
         inputs.set_rows(self.position[:0].int())  # the dummy batch of a capture
         self.replay()
 

@@ -13,15 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dms_train.app.channel_choice import choose_channel, ranks_channels
+from dms_train.app.channel_choice import candidate_channels, choose_channel, ranks_channels
 from dms_train.mcore.checkpoints.state import read_state
 from dms_train.method.spec import PRESETS
 from dms_train.training.state import TrainState
-from tests.support import refusals
+from tests.support import refusals, tiny
 from tests.support.wiring import Assets, Built
 
 UNUSED = 5
 TRAINED = TrainState(eviction_enabled=True, target_cr=2.0, channel_scale=0.0)
+
+
+def test_candidates_hold_no_position_where_rope_rotates_a_part_of_each_head() -> None:
+    assert candidate_channels(tiny.architecture("llama")) == [0, 1, 2, -1]
+    assert candidate_channels(tiny.architecture("phi3")) == [2, 3, 6, -1]
 
 
 @pytest.fixture(scope="module")

@@ -183,6 +183,12 @@ WIRES: dict[str, Wire] = {
         0.25,
         GEMMA,
     ),
+    "model.architecture.partial_rotary_factor": Wire(
+        0.5,
+        lambda b: len(frequencies(b)),
+        2,
+        {**SCRATCH, "model.architecture.family": "phi3"},
+    ),
     "model.revision": Wire("two", found_model, "b" * 40, {"model.path": "me/tiny"}),
     "model.local_files_only": Wire(False, found_model, "the hub", {"model.path": "me/absent"}),
     "model.max_position_embeddings": Wire(96, exported_positions),
@@ -319,6 +325,11 @@ WIRES: dict[str, Wire] = {
         True,
         megatron("sequence_parallel"),
         others={"parallel.tensor_model_parallel_size": 2},
+    ),
+    "parallel.tp_comm_overlap": Wire(
+        True,
+        megatron("tp_comm_overlap"),
+        others={"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
     ),
     "parallel.params_dtype": Wire(
         "bf16", lambda b: next(b.engine._models[0].parameters()).dtype, torch.bfloat16

@@ -1,0 +1,80 @@
+"""Names and rows of tensors in the files of a family, where they differ from those of Llama.
+
+Training, engine and exports use the names of Llama and Gemma 3 for every family. A family may have
+other names, join several matrices into one, or turn other pairs of channels than c and c + d / 2 by
+RoPE. Scores do not change when the channels of queries and keys change their order together.
+Therefore the rows of both get an order in which RoPE turns c with c + d / 2. Channels without RoPE
+are pairs whose angle is zero.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.tensors import Shape, expected_shapes
+
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+class StoredPart(NamedTuple):
+    """Rows of a tensor in the files that make up one tensor of `expected_shapes`.
+
+    Attributes:
+        stored: Name of the tensor in the files.
+        first: First of the rows.
+        rows: Number of rows.
+        order: Channel in the files for every channel of a head; empty if rows keep their order.
+    """
+
+    stored: str
+    first: int
+    rows: int
+    order: list[int]
+
+
+def channel_order(a: Architecture) -> list[int]:
+    """Return the channel in the files for every channel of a head."""
+    d, r = a.kv_channels, a.rotary_channels
+    still = range(r, d)
+    half, rest = r // 2, len(still) // 2
+    if a.described.interleaved_rope:
+        first, second = range(0, r, 2), range(1, r, 2)
+    else:
+        first, second = range(half), range(half, r)
+    return [*first, *still[:rest], *second, *still[rest:]]
+
+
+def file_channel(a: Architecture, channel: int) -> int:
+    """Return the channel in the files for a channel of a head; -1 is the last one in both."""
+    return channel if channel < 0 else channel_order(a)[channel]
+
+
+def stored_parts(a: Architecture) -> dict[str, StoredPart]:
+    """Return the tensors that the files hold under another name or in another order, by name."""
+    order = channel_order(a)
+    if order == list(range(a.kv_channels)):
+        order = []
+    groups = {name: (name,) for name in _ROTATED if order} | dict(a.described.stored)
+    shapes, parts = expected_shapes(a), dict[str, StoredPart]()
+    for layer in range(a.num_layers):
+        at = f"model.layers.{layer}."
+        for stored, modules in groups.items():
+            for kind in ("weight", "bias"):
+                first = 0
+                for module in modules:
+                    name = f"{at}{module}.{kind}"
+                    if name in shapes:
+                        rows, own = shapes[name][0], order if module in _ROTATED else []
+                        parts[name] = StoredPart(f"{at}{stored}.{kind}", first, rows, own)
+                        first += rows
+    return parts
+
+
+def stored_shapes(a: Architecture) -> dict[str, Shape]:
+    """Return name and shape of every tensor in the files of a model."""
+    parts, stored = stored_parts(a), dict[str, Shape]()
+    for name, shape in expected_shapes(a).items():
+        at = parts[name].stored if name in parts else name
+        stored[at] = (stored.get(at, (0,))[0] + shape[0], *shape[1:])
+    return stored

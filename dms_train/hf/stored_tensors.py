@@ -1,0 +1,62 @@
+"""Conversion of tensors between `expected_shapes` and the files of a family; see `hf.stored`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.stored import StoredPart, stored_parts, stored_shapes
+
+
+def _rows(part: StoredPart) -> Tensor:
+    """Return the rows in the files, in the order of the tensor that they make up."""
+    rows = torch.arange(part.first, part.first + part.rows)
+    if not part.order:
+        return rows
+    return rows.unflatten(0, (-1, len(part.order)))[:, part.order].flatten()
+
+
+def read_part(part: StoredPart, tensor: Any, dim: int, start: int, stop: int) -> Tensor:
+    """Return the indices from `start` to `stop` of dimension 0 or 1 of a tensor.
+
+    Args:
+        part: Rows that make up the tensor.
+        tensor: Slice of safetensors over the tensor in the files; only the rows needed are read.
+        dim: The dimension.
+        start: First index.
+        stop: Index after the last one.
+    """
+    rows = _rows(part) if dim else _rows(part)[start:stop]
+    first, last = int(rows.min()), int(rows.max())
+    columns = (slice(start, stop),) if dim else ()
+    block: Tensor = tensor[(slice(first, last + 1), *columns)]
+    return block[rows - first] if part.order else block
+
+
+def to_stored(
+    a: Architecture, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the files, each as soon as all its parts are there.
+
+    Args:
+        a: The model.
+        tensors: Names of `expected_shapes`, and tensors.
+    """
+    parts, shapes = stored_parts(a), stored_shapes(a)
+    incomplete: dict[str, tuple[Tensor, int]] = {}
+    for name, tensor in tensors:
+        if name not in parts:
+            yield name, tensor
+            continue
+        stored = parts[name].stored
+        whole, filled = incomplete.pop(stored, (tensor.new_empty(shapes[stored]), 0))
+        whole[_rows(parts[name])] = tensor
+        filled += len(tensor)
+        if filled == len(whole):
+            yield stored, whole
+        else:
+            incomplete[stored] = whole, filled
