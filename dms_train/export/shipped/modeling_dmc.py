@@ -91,10 +91,12 @@ class DMCAttention(_Mixed):
 
     def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
         """Project, and normalise if the family does: [batch, heads, T, d]."""
-        states = projection(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
+        states = projection(hidden)
         if hasattr(self, norm):
-            states = getattr(self, norm)(states)
-        return states.transpose(1, 2)
+            normalise = getattr(self, norm)
+            width = normalise.weight.shape[0]  # a head, or all heads as in OLMo 3
+            states = normalise(states.view(*hidden.shape[:-1], -1, width))
+        return states.view(*hidden.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def _before(self, cache: Cache | None, like: Tensor) -> Tensor:
         """Read what new tokens merge from the cache, [batch, kv_heads, tokens, 2 d + 2]."""

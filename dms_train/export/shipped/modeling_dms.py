@@ -104,10 +104,12 @@ class DMSAttention(_Mixed):
 
     def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
         """Project, and normalise if the family does: [batch, heads, T, d]."""
-        states = projection(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
+        states = projection(hidden)
         if hasattr(self, norm):
-            states = getattr(self, norm)(states)
-        return states.transpose(1, 2)
+            normalise = getattr(self, norm)
+            width = normalise.weight.shape[0]  # a head, or all heads as in OLMo 3
+            states = normalise(states.view(*hidden.shape[:-1], -1, width))
+        return states.view(*hidden.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def _remember(
         self, key: Tensor, value: Tensor, decisions: Tensor, cache: Cache | None
@@ -195,6 +197,8 @@ class DMSAttention(_Mixed):
         decisions, query = self._decide(query)
         if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            # OLMo 3 rotates in float32
+            query, key = query.to(value.dtype), key.to(value.dtype)
         if self.dms.numbers.clear_after_rope and not self.has_window:
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):

@@ -71,6 +71,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family):
     described = FAMILIES[family]
     config = getattr(transformers, described.config_class)()
     assert config.tie_word_embeddings == described.tied_by_default
+    assert config.rms_norm_eps == described.norm_epsilon
     rope = config.rope_parameters
     assert rope.get("full_attention", rope)["rope_theta"] == described.rotary_base
     heads = config.hidden_size // config.num_attention_heads

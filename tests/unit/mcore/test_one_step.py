@@ -48,6 +48,7 @@ CASES: dict[str, Case] = {
     "fastdms": ("qwen2", {"preset": "dms_fastdms"}, {"step": 4, "target_cr": 8.0}),
     "no_rope": ("smollm3", {}, {"step": 3, "target_cr": 8.0}),
     "sandwich": ("gemma3_text", {}, {"step": 3, "target_cr": 8.0}),
+    "joint_norms": ("olmo3", {}, {"step": 3, "target_cr": 8.0}),
     "window": ("qwen3", {}, {"step": 3, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),
     "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "channel_scale": 0.25}),
