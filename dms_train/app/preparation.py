@@ -49,7 +49,9 @@ def prepare(config: RunConfig) -> Prepared:
     since = time.monotonic()
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
-    rope_arguments(original.architecture)  # refuses RoPE scaling that megatron-core lacks
+    rope_arguments(
+        original.architecture.rope_scaling
+    )  # refuses RoPE scaling that megatron-core lacks
     start = run_folder.resume_point(config, original)
     if start is None:
         load, trainable = config.run.load, config.trainable

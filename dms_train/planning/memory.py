@@ -399,11 +399,14 @@ def mlp_products(a: Architecture) -> int:
 def _sharded(a: Architecture) -> int:
     """Count the weights of one layer that tensor parallelism divides, without experts."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    return _matrices(a) + (query + 2 * key if a.add_qkv_bias else 0)
+    norms = query + key if a.described.joint_qk_norm else 0
+    return _matrices(a) + norms + (query + 2 * key if a.add_qkv_bias else 0)
 
 
 def _replicated(a: Architecture) -> int:
     """Count the weights of one layer that every tensor-parallel rank holds: norms and router."""
-    outer = 4 if a.described.sandwich_norms else 2
-    norms = outer * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
+    family = a.described
+    outer = 2 * (family.sandwich_norms + family.input_norms)
+    per_head = a.qk_layernorm and not family.joint_qk_norm
+    norms = outer * a.hidden_size + (2 * a.kv_channels if per_head else 0)
     return norms + a.num_experts * a.hidden_size

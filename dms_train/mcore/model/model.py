@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dms_train.families import LayerAttention
-from dms_train.hf.architecture import Architecture
+from dms_train.hf.architecture import Architecture, Rope, RopeScaling
 from dms_train.hf.embeddings import embedding_scale
+from dms_train.hf.rope import yarn_frequencies
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
@@ -64,8 +64,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         kv_channels=a.kv_channels,
         add_qkv_bias=a.add_qkv_bias,
         # makes megatron sum q and k norm gradients over the tensor-parallel group, also without
-        # sequence parallelism
-        qk_layernorm=a.qk_layernorm,
+        # sequence parallelism; joint norms are sharded
+        qk_layernorm=a.qk_layernorm and not a.described.joint_qk_norm,
         layernorm_epsilon=a.layernorm_epsilon,
         layernorm_zero_centered_gamma=a.described.centered_norms,
         softmax_scale=a.softmax_scale,
@@ -103,10 +103,9 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
     )
 
 
-def rope_arguments(architecture: Architecture) -> dict[str, Any]:
+def rope_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
     """Return RotaryEmbedding's scaling arguments; ModelError if megatron-core lacks the rule."""
-    scaling = architecture.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.rope_type == "yarn":
         return {}
     if scaling.rope_type == "linear":
         return {"seq_len_interpolation_factor": scaling.factor}
@@ -177,7 +176,8 @@ class DMSModel(LanguageModule):
                 position_embedding_type="rope",
                 tp_group=self.pg_collection.tp,
             )
-        self.rotary_pos_emb = self._rotary_embedding(architecture, architecture.rotary_base)
+        whole = Rope(architecture.rotary_base, architecture.rope_scaling)
+        self.rotary_pos_emb = self._rotary_embedding(architecture.rotary_channels, whole)
         self.decoder = TransformerBlock(
             config,
             block_spec(config, method, layer_backend, trainable, vp_stage, architecture),
@@ -190,17 +190,16 @@ class DMSModel(LanguageModule):
             self.output_layer = self._output_layer(padded_vocab_size(architecture))
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        self.architecture = architecture
-        described = [self._attention_of(layer) for layer in self.decoder.layers]
-        self._rotary_bases = list(dict.fromkeys(layer.rotary_base for layer in described))
+        ropes = [architecture.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
+        self._layer_ropes = list(dict.fromkeys(ropes))
+        self._rope_numbers = [self._layer_ropes.index(rope) for rope in ropes]
         self._local_ropes = {
-            base: self._rotary_embedding(architecture, base)
-            for base in self._rotary_bases
-            if base is not None and base != architecture.rotary_base
+            rope: self._rotary_embedding(architecture.rotary_channels, rope)
+            for rope in self._layer_ropes
+            if rope.base is not None and rope != whole
         }
-        for layer, own in zip(self.decoder.layers, described, strict=True):
-            if own.window is not None:
-                layer.self_attention.core_attention.window = own.window - 1
+        self.architecture = architecture
+        self._describe_attention(ropes)
         self._embedding_scale = embedding_scale(architecture, config.params_dtype)
         self.method = method
         self.records_logits = False
@@ -208,14 +207,27 @@ class DMSModel(LanguageModule):
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[Teacher] = []
 
-    def _rotary_embedding(self, a: Architecture, base: float) -> RotaryEmbedding:
-        return RotaryEmbedding(
-            a.rotary_channels,
+    def _describe_attention(self, ropes: list[Rope]) -> None:
+        """Give the attention of each layer its window, and its softmax scale."""
+        for layer, rope in zip(self.decoder.layers, ropes, strict=True):
+            core = layer.self_attention.core_attention
+            window = self.architecture.attention_layers[layer.layer_number - 1].window
+            core.window = None if window is None else window - 1
+            # the factor of YaRN on queries and on keys
+            core.scale *= rope.attention_factor**2
+
+    def _rotary_embedding(self, channels: int, rope: Rope) -> RotaryEmbedding:
+        assert rope.base is not None
+        rotary = RotaryEmbedding(
+            channels,
             rotary_percent=1.0,
-            rotary_base=base,
+            rotary_base=rope.base,
             cp_group=self.pg_collection.cp,
-            **(rope_arguments(a) if base == a.rotary_base else {}),
+            **rope_arguments(rope.scaling),
         )
+        if rope.scaling is not None and rope.scaling.rope_type == "yarn":
+            rotary.inv_freq = yarn_frequencies(rotary.inv_freq, rope.base, rope.scaling)
+        return rotary
 
     def _output_layer(self, rows: int) -> ColumnParallelLinear:
         """Make the output layer; it has no weight of its own if this chunk's embedding is tied."""
@@ -290,19 +302,16 @@ class DMSModel(LanguageModule):
             hidden = self.decoder.final_layernorm(hidden)
         return hidden, eviction_stats
 
-    def _attention_of(self, layer: Any) -> LayerAttention:
-        return self.architecture.attention_layers[layer.layer_number - 1]
-
     def _ropes(self, length: int, documents: PackedDocuments | None) -> list[Tensor]:
-        """Return the RoPE tables for `length` positions, in the order of `_rotary_bases`."""
+        """Return the RoPE tables for `length` positions, in the order of `_layer_ropes`."""
         turned = self.rotary_pos_emb.get_emb(length)
         tables = []
-        for base in self._rotary_bases:
+        for rope in self._layer_ropes:
             own = turned
-            if base is None:
+            if rope.base is None:
                 own = torch.zeros_like(turned)
-            elif base in self._local_ropes:
-                own = self._local_ropes[base].get_emb(length)
+            elif rope in self._local_ropes:
+                own = self._local_ropes[rope].get_emb(length)
             tables.append(self.method.rope(self._of_whole_heads(own), documents))
         return tables
 
@@ -317,12 +326,13 @@ class DMSModel(LanguageModule):
         def run(
             hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None, *ropes: Tensor
         ) -> tuple[Tensor, Tensor]:
-            for layer in self.decoder.layers[first:last]:
+            for layer, rope in zip(
+                self.decoder.layers[first:last], self._rope_numbers[first:last], strict=True
+            ):
                 attention = layer.self_attention
                 # the recomputed unit keeps both, so recomputation reads the values of its own
                 # micro-batch
                 attention.noise_keys, attention.documents = noise_keys, documents
-                rope = self._rotary_bases.index(self._attention_of(layer).rotary_base)
                 hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=ropes[rope])
                 eviction_stats = eviction_stats + attention.eviction_stats
                 attention.eviction_stats = attention.noise_keys = attention.documents = None
