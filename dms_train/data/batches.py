@@ -176,6 +176,11 @@ class BatchSource:
         self._ahead: tuple[int, list[Batch]] | None = None  # first sample and its microbatches
 
     @property
+    def global_batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self._global_batch_size
+
+    @property
     def num_microbatches(self) -> int:
         """Number of microbatches of this rank in one global batch."""
         return self._global_batch_size // (self._micro_batch_size * self._size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +38,12 @@ def student(view: ParallelView, **changes: Any) -> McoreEngine:
 
 
 @pytest.fixture(scope="module")
-def batches(view: ParallelView) -> Iterator[list[Batch]]:
+def batches(view: ParallelView) -> list[Batch]:
     """Micro-batches with all probabilities of the teacher."""
     teacher = McoreEngine(ARCHITECTURE, SPEC, view, replace(OPTIONS, trains=False), ORIGINAL)
     plain = tiny.microbatches(0, 1, groups=2)
     stored = teacher.top_logits(plain, ARCHITECTURE.vocab_size)
-    yield [batch._replace(teacher=top) for batch, top in zip(plain, stored, strict=True)]
+    return [batch._replace(teacher=top) for batch, top in zip(plain, stored, strict=True)]
 
 
 def outcome(engine: McoreEngine, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
