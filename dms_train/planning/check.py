@@ -138,8 +138,6 @@ def _teacher_logits(config: RunConfig) -> Iterator[str]:
         )
     if config.run.load is not None:
         yield f"run.load={config.run.load}: teacher_logits runs the original; leave it out"
-    if config.model.path is None:
-        yield "model.path: teacher_logits runs the original; set it"
 
 
 def _stored_tokens(config: RunConfig, architecture: Architecture) -> Iterator[str]:
