@@ -1,4 +1,4 @@
-"""What one layout stored of a teacher serves every other layout in place of the teacher."""
+"""Distributions that one layout stored serve every other layout in place of the teacher."""
 
 from __future__ import annotations
 
