@@ -39,6 +39,7 @@ from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions, Traina
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.eviction_stats import EVICTION_STATS
+from dms_train.method.top_logits import TopLogits
 
 _ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core supports
 
@@ -203,6 +204,7 @@ class DMSModel(LanguageModule):
         self._embedding_scale = embedding_scale(architecture, config.params_dtype)
         self.method = method
         self.records_logits = False
+        self.stores: tuple[int, float] | None = None  # k and temperature of `top_logits`
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[Teacher] = []
@@ -379,6 +381,7 @@ class DMSModel(LanguageModule):
         labels: Tensor,
         noise_keys: Tensor,
         documents: PackedDocuments | None = None,
+        stored: TopLogits | None = None,
     ) -> Tensor | tuple[Tensor | tuple[Tensor, ...], Tensor]:
         """Run one pipeline chunk.
 
@@ -388,6 +391,8 @@ class DMSModel(LanguageModule):
             noise_keys: int64 [b], one per sample.
             documents: Documents packed into the whole samples, for both models; None if a sample
                 is one document.
+            stored: Stored distributions of the teacher at this rank's positions, [b, s, k] and
+                [b, s]; the last stage needs them if no teacher is attached.
 
         Returns:
             The stage tensor, or on the last stage (terms of the token loss [s, b], eviction
@@ -410,13 +415,15 @@ class DMSModel(LanguageModule):
         eviction_stats = reduce_from_tensor_model_parallel_region(
             eviction_stats, group=heads_group(self.pg_collection)
         )
-        return self._loss(hidden, t_hidden, labels), eviction_stats
+        return self._loss(hidden, t_hidden, labels, stored), eviction_stats
 
     def _loss(
-        self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor
+        self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor, stored: TopLogits | None
     ) -> Tensor | tuple[Tensor, ...]:
         if self.records_logits:
             return self.logits(hidden)
+        if self.stores is not None:
+            return self._top_logits(hidden, self.stores)
         teacher = None
         if self.teacher is not None and t_hidden is not None:
             with torch.no_grad():
@@ -427,5 +434,13 @@ class DMSModel(LanguageModule):
             labels=labels,
             vocab_size=self.architecture.vocab_size,
             group=self.pg_collection.tp,
+            stored=stored,
         )
         return self.method.plan.token_loss.per_token(losses, self.method.loss_options)
+
+    def _top_logits(self, hidden: Tensor, stores: tuple[int, float]) -> TopLogits:
+        """Return the most probable tokens of all positions, [s, b, k] and [s, b]."""
+        vocab_size, groups = self.architecture.vocab_size, self.pg_collection
+        model = self.projection(hidden)
+        own = vocab_losses.top_logits(model, *stores, vocab_size, groups.tp)
+        return own.map(lambda x: vocab_losses.from_all_ranks(x, groups.cp).flatten(0, 1))

@@ -422,6 +422,15 @@ ELSEWHERE = {
     "parallel.ddp_bucket_size": (
         "unit/app/test_trace.py::test_ddp_bucket_size_divides_the_reduction_of_gradients"
     ),
+    "teacher.logits": (
+        "unit/wiring/test_teacher_logits.py::test_a_retrofit_without_the_teacher_is_the_one_with_it"
+    ),
+    "stage.teacher_logits.samples": (
+        "unit/wiring/test_teacher_logits.py::test_every_sample_is_stored_once_with_its_distribution"
+    ),
+    "stage.teacher_logits.top_k": (
+        "unit/wiring/test_teacher_logits.py::test_a_folder_is_not_continued_with_other_settings"
+    ),
     "run.resume": "e2e/bad_inputs/test_run.py::test_bad_input_is_refused",
     "run.check_teacher": ("unit/wiring/test_teacher_check.py::test_a_silent_teacher_is_refused"),
     "run.dry_run": "e2e/test_evaluate_stage.py::test_the_plan_names_the_tasks",
