@@ -41,6 +41,7 @@ from dms_train.mcore.options import OptimOptions
 from dms_train.method.spec import PRESETS
 
 _POLL_SECONDS = 0.05
+_MEMORY_SECONDS = 0.5  # the kernel walks all pages of a process for each value
 _PATIENCE_SECONDS = 1500
 
 
@@ -84,7 +85,7 @@ class _HostMemory:
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._ends.wait(_POLL_SECONDS):
+        while not self._ends.wait(_MEMORY_SECONDS):
             self.peak = max(self.peak, anonymous_bytes(os.getpid()))
 
     def added(self) -> int:
