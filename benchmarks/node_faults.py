@@ -1,4 +1,4 @@
-"""Loss of a node: seconds to detect it and to start again, by the number of nodes.
+"""Loss of a node: time until all ranks have ended, by the number of nodes.
 
     python -m benchmarks node_faults [--nodes 4 8 16 32] [--ranks-per-node 8] [--patience 8]
 
@@ -8,9 +8,7 @@ faults: `killed` (SIGKILL of a node), `stopped` (SIGSTOP), and `no data` (no rea
 node). `first` and `last` are the times after the fault at which the first node reports it and the
 last one ends, in units of the patience, which is half of the timeout of a collective.
 `check` is the mean CPU time of a check of a rank, and `last check` the sum over the ranks of the
-CPU time of the check that ended them. `restart` is the time in which torchrun's agents of all
-nodes meet again and start their process. It includes neither imports nor the loading of a
-checkpoint. All nodes share the CPUs of this machine.
+CPU time of the check that ended them. All nodes share the CPUs of this machine.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ _FAULTS = ("killed", "stopped", "no data")
 _STEP_SECONDS = 0.2
 _CALM = 1.0  # patiences before the fault
 _LIMIT = 10.0  # patiences after it
-_RESTART_LIMIT = 120.0  # seconds
-_NAME = "node-faults"
 
 
 class _TimedHeartbeats(Heartbeats):
@@ -171,38 +167,6 @@ def _summary(case: _Case, since: float) -> dict[str, Any]:
     }
 
 
-def _restart_seconds(nodes: int, folder: Path) -> float | None:
-    """Measure until torchrun has started a process of every node, as launch/node.sh does.
-
-    Return None if that takes longer than the limit.
-    """
-    folder.mkdir()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    since = time.time()
-    agents = [_FORK.Process(target=_agent, args=(nodes, port, folder, n)) for n in range(nodes)]
-    for agent in agents:
-        agent.start()
-    while len(list(folder.iterdir())) < nodes and time.time() < since + _RESTART_LIMIT:
-        time.sleep(0.1)
-    for agent in agents:
-        agent.terminate()  # torchrun ends its process
-    for agent in agents:
-        agent.join()
-    started = [file.stat().st_mtime for file in folder.iterdir()]
-    return max(started) - since if len(started) == nodes else None
-
-
-def _agent(nodes: int, port: int, folder: Path, number: int) -> None:
-    from torch.distributed import run
-
-    words = f"--nnodes={nodes} --nproc-per-node=1 --max-restarts=0 --rdzv-backend=c10d".split()
-    words += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={_NAME}", "--local-addr=127.0.0.1"]
-    # the process stays, because the agent that holds the store must not leave before the others
-    run.main([*words, "--no-python", "sh", "-c", f"touch {folder / str(number)}; exec sleep 300"])
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     add = parser.add_argument
@@ -214,14 +178,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(nodes: int, args: Args) -> Iterator[dict[str, Any]]:
     """Yield the measurements of each fault."""
     with tempfile.TemporaryDirectory() as scratch:
-        restart = _restart_seconds(nodes, Path(scratch) / "restart")
         for fault in _FAULTS:
             folder = Path(scratch) / fault
             case = _Case(nodes, args.ranks_per_node, args.patience, fault, folder)
-            measured = _detection(case)
-            yield {"nodes": nodes, "ranks": case.ranks, "fault": fault, **measured} | (
-                {"restart": restart} if fault == "killed" else {}
-            )
+            yield {"nodes": nodes, "ranks": case.ranks, "fault": fault, **_detection(case)}
 
 
 COLUMNS = (
@@ -232,7 +192,6 @@ COLUMNS = (
     ("last, patiences", field("last", ".2f")),
     ("check, CPU ms", field("check_ms", ".2f")),
     ("last check, CPU ms", field("last_check_ms", ".0f")),
-    ("restart s", field("restart", ".1f")),
 )
 
 
