@@ -1,11 +1,12 @@
 """Host memory and time of `dms-import` and `dms-export`, from a directory of random weights.
 
-    python -m benchmarks conversion [--layers 4] [--folder DIR]
+    python -m benchmarks conversion [--layers 4] [--ranks 1 2] [--folder DIR]
 
-The layers have the shape of Llama 2 7B, stored in bf16. Each command is a process of its own.
-`peak` is the anonymous memory of that process and its children, with shared pages counted once.
-Mapped files are left out, because their pages can be dropped. On a GPU machine, `dms-export` holds
-the weights on the GPU. Two runs with different `--layers` show how the peak grows with the weights.
+The layers have the shape of Llama 2 7B, stored in bf16. `dms-import` runs with each number of
+`--ranks`, `dms-export` in one process. `peak` is the anonymous memory of all processes, and `peak
+of a rank` that of the largest rank and its children, with shared pages counted once. Mapped files
+are left out, because their pages can be dropped. On a GPU machine, `dms-export` holds the weights
+on the GPU. Two runs with different `--layers` show how the peak grows with the weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import math
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,9 @@ _BF16 = 2
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="of dms-import (%(default)s)"
+    )
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
 
 
@@ -49,13 +54,13 @@ def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
     architecture = _architecture(args.layers)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model, checkpoint, export = (str(Path(folder) / name) for name in ("hf", "mcore", "export"))
-        weights = _write_model(Path(model), architecture)
-        for name, words in {
-            "dms-import": ("hf_to_megatron", model, checkpoint),
-            "dms-export": ("megatron_to_hf", checkpoint, export, "--dtype", "bf16"),
-        }.items():
-            measured = _run([sys.executable, "-m", f"{_TOOLS}.{words[0]}", *words[1:]])
-            yield {"name": name, "layers": args.layers, "weights": weights, **measured}
+        size = {"layers": args.layers, "weights": _write_model(Path(model), architecture)}
+        for ranks in args.ranks:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            measured = _run("hf_to_megatron", model, checkpoint, ranks=ranks)
+            yield {"name": "dms-import", "ranks": ranks, **size, **measured}
+        measured = _run("megatron_to_hf", checkpoint, export, "--dtype", "bf16")
+        yield {"name": "dms-export", "ranks": 1, **size, **measured}
 
 
 def _architecture(layers: int) -> Architecture:
@@ -87,16 +92,30 @@ def _write_model(folder: Path, architecture: Architecture) -> int:
     return _BF16 * sum(math.prod(shape) for shape in shapes.values())
 
 
-def _run(command: list[str]) -> dict[str, float]:
-    """Run a command that must succeed; return its peak memory in bytes, and seconds."""
-    since, peak = time.perf_counter(), 0
+def _run(tool: str, *words: str, ranks: int = 1) -> dict[str, float]:
+    """Run a command that must succeed; return its peaks of memory in bytes, and seconds."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command = [sys.executable, "-m", *launcher * (ranks > 1), f"{_TOOLS}.{tool}", *words]
+    since, total, largest = time.perf_counter(), 0, 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            peak = max(peak, anonymous_bytes(process.pid))
+            each = _rank_bytes(process.pid, ranks)
+            total, largest = max(total, sum(each)), max(largest, *each)
             time.sleep(_POLL_SECONDS)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return {"peak": peak, "seconds": time.perf_counter() - since}
+    seconds = time.perf_counter() - since
+    return {"peak": total, "peak_of_a_rank": largest, "seconds": seconds}
+
+
+def _rank_bytes(pid: int, ranks: int) -> list[int]:
+    """Return the anonymous memory of each rank and its children; torchrun itself is left out."""
+    if ranks == 1:
+        return [anonymous_bytes(pid)]
+    with contextlib.suppress(psutil.Error):
+        started = psutil.Process(pid).children()
+        return [anonymous_bytes(rank.pid) for rank in started] or [0]
+    return [0]
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -117,9 +136,11 @@ def _gb(name: str) -> Any:
 
 COLUMNS = (
     ("", field("name")),
+    ("ranks", field("ranks")),
     ("layers", field("layers")),
     ("weights GB", _gb("weights")),
     ("peak GB", _gb("peak")),
+    ("peak of a rank GB", _gb("peak_of_a_rank")),
     ("s", field("seconds", ".0f")),
 )
 

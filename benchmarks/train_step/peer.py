@@ -73,7 +73,7 @@ def _model(case: Case, config: Any) -> GPTModel:
         position_embedding_type="rope",
         rotary_base=architecture.rotary_base,
         share_embeddings_and_output_weights=architecture.tie_word_embeddings,
-        **rope_arguments(architecture),
+        **rope_arguments(architecture.rope_scaling),
     )
 
 

@@ -12,8 +12,10 @@ from dms_train.app.frozen_base import described_base
 from dms_train.app.preparation import Prepared
 from dms_train.app.samples import batch_source, datasets, selftest_tokens
 from dms_train.app.task_evaluation import TaskEvaluator
+from dms_train.app.teacher_logits import TRAIN, VALID, TeacherPass, record
 from dms_train.app.watch import RunWatch
 from dms_train.config.schema import RunConfig
+from dms_train.data.batches import BatchSource
 from dms_train.data.tokens import TokenSamples
 from dms_train.export.card import TRAINING_DATA
 from dms_train.mcore.engine import McoreEngine
@@ -49,9 +51,7 @@ def trainer_components(
     config, is_main_rank = prepared.config, view.rank == 0
     train, valid = datasets(prepared, view)
     source = batch_source(config, view, train)
-    eval_batches = (
-        [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
-    )
+    evaluated = None if valid is None else batch_source(config, view, valid, len(valid))
     provenance = _provenance(prepared)
     exporter = _exporter(prepared, engine, valid or train, provenance)
     reporter = _reporter(prepared, prepared.start.state, view)
@@ -73,6 +73,7 @@ def trainer_components(
         exporter=exporter,
         validator=_validator(prepared, valid),
         evaluator=TaskEvaluator(folder=prepared.folder, options=config.stage.run_tasks),
+        teacher_pass=_teacher_pass(prepared, engine, source, evaluated, contents),
         reporter=reporter,
         watch=watch,
         saver=saver,
@@ -83,8 +84,30 @@ def trainer_components(
         ),
         options=config.run,
         global_batch_size=config.data.global_batch_size,
-        eval_batches=eval_batches,
+        eval_batches=[] if evaluated is None else evaluated.microbatches(0),
         every_integer_cr=_exports_integers(config),
+    )
+
+
+def _teacher_pass(
+    prepared: Prepared,
+    engine: McoreEngine,
+    train: BatchSource,
+    valid: BatchSource | None,
+    contents: dict[str, Any],
+) -> TeacherPass:
+    config = prepared.config
+    return TeacherPass(
+        engine=engine,
+        sources={TRAIN: train} | ({} if valid is None else {VALID: valid}),
+        samples={
+            TRAIN: config.stage.teacher_logits.samples or 0,
+            VALID: 0 if valid is None else valid.global_batch_size,
+        },
+        made_with=record(config, contents),
+        folder=prepared.folder,
+        top_k=config.stage.teacher_logits.top_k,
+        view=engine.view,
     )
 
 
@@ -148,7 +171,9 @@ def _reporter(prepared: Prepared, state: TrainState, view: ParallelView) -> Repo
         throughput=Throughput(),
         means=Means(),
         compute=Compute(
-            forward_flops=forward_flops_per_token(prepared.architecture, config.data.seq_length),
+            forward_flops=0
+            if config.teacher.logits is not None
+            else forward_flops_per_token(prepared.architecture, config.data.seq_length),
             student_flops=student_flops_per_token(
                 prepared.architecture, config.data.seq_length, config.trainable, config.method
             ),

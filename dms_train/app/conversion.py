@@ -1,13 +1,18 @@
-"""Conversion between Hugging Face directories and Megatron checkpoints, in one process."""
+"""Conversion between Hugging Face directories and Megatron checkpoints.
+
+Several ranks may share an import; an export takes one process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import gcd
 from pathlib import Path
 
 import torch
 
+from dms_train.app import launcher
 from dms_train.app.exporter import ModelExporter, check_format, run_provenance
 from dms_train.app.frozen_base import stored_base
 from dms_train.app.start_point import described_model
@@ -21,8 +26,15 @@ from dms_train.mcore import groups
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints.state import ADAPTERS
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.model.weights import WeightSource
-from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
+from dms_train.mcore.options import (
+    ALL_WEIGHTS,
+    VOCABULARY_MULTIPLE,
+    OptimOptions,
+    ParallelOptions,
+    Trainable,
+)
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import DEFAULT_METHOD, PRESETS, options_from
 from dms_train.observe.log import logger
@@ -36,7 +48,7 @@ _SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
 def open_engine(
     architecture: Architecture,
     spec: MethodSpec,
-    dtype: str,
+    parallel: ParallelOptions,
     source: WeightSource | None,
     trainable: Trainable = ALL_WEIGHTS,
 ) -> Iterator[McoreEngine]:
@@ -45,11 +57,10 @@ def open_engine(
     Args:
         architecture: Architecture of the model.
         spec: Constants of the method.
-        dtype: `fp32` or `bf16`.
+        parallel: Layout and dtype.
         source: Initial weights; None when they are loaded inside the block.
         trainable: Adapters of the checkpoint that is loaded inside the block.
     """
-    parallel = ParallelOptions(params_dtype=dtype)
     view = groups.start(parallel, seed=0)
     try:
         options = TrainEngineOptions(
@@ -60,11 +71,43 @@ def open_engine(
         groups.stop()
 
 
+def import_layout(architecture: Architecture, ranks: int, dtype: str) -> ParallelOptions:
+    """Divide the weights of a model among all ranks of an import, as evenly as possible.
+
+    The tensor-parallel size is the largest possible, because it divides every matrix.
+
+    Args:
+        architecture: Architecture of the model.
+        ranks: Number of processes.
+        dtype: `fp32` or `bf16`.
+
+    Raises:
+        ModelError: The other factor of `ranks`, the pipeline, does not divide the layers.
+    """
+    a = architecture
+    experts = [] if a.experts is None else [a.experts.ffn_hidden_size]
+    tp = gcd(ranks, a.num_query_groups, a.ffn_hidden_size, VOCABULARY_MULTIPLE, *experts)
+    if a.num_layers % (ranks // tp):
+        possible = tp * gcd(a.num_layers, ranks // tp)
+        raise ModelError(
+            f"{ranks} ranks: {tp} tensor-parallel ranks leave {ranks // tp} pipeline stages, which "
+            f"do not divide {a.num_layers} layers; start {possible} ranks"
+        )
+    return ParallelOptions(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=ranks // tp,
+        sequence_parallel=tp > 1,
+        params_dtype=dtype,
+    )
+
+
 @typed
 def import_model(
     model: str, out: Path, *, dtype: str | None, revision: str | None, download: bool
 ) -> str:
     """Write a Hugging Face model, dense or a retrofitted export, as a Megatron checkpoint.
+
+    Every rank of the launch reads, holds and writes its own part of the weights.
 
     Args:
         model: Directory, GGUF file or hub id.
@@ -78,7 +121,7 @@ def import_model(
 
     Raises:
         FileExistsError: `out` exists.
-        ValueError: The model is absent, damaged or not supported.
+        ValueError: The model is absent, damaged or not supported, or the ranks cannot divide it.
     """
     if out.exists():
         raise FileExistsError(17, "exists; choose another folder", str(out))
@@ -90,12 +133,15 @@ def import_model(
     )
     source = WeightReader(directory)
     leftovers = source.require(architecture)
-    if leftovers is not None:
+    reports = launcher.rank() == 0
+    if leftovers is not None and reports:
         logger().warning(leftovers)
     dtype = dtype or source.training_dtype()
-    if dtype == "bf16" and source.has_float16():
+    if dtype == "bf16" and source.has_float16() and reports:
         logger().warning("float16 weights are rounded to bf16; --dtype fp32 keeps every value")
-    with open_engine(architecture, spec or PRESETS[DEFAULT_METHOD].spec, dtype, source) as engine:
+    parallel = import_layout(architecture, launcher.world_size(), dtype)
+    spec = spec or PRESETS[DEFAULT_METHOD].spec
+    with open_engine(architecture, spec, parallel, source) as engine:
         origin = run_provenance(architecture, model, directory)
         engine.save_weights(out, {**state.to_dict(), **origin})
     return dtype
@@ -134,7 +180,8 @@ def export_checkpoint(
     base = stored_base(state)
     if state["eviction_enabled"]:
         check_format(options, spec, architecture, dtype, float(state["target_cr"]), base)
-    with open_engine(architecture, spec, dtype, None, trainable) as engine:
+    parallel = ParallelOptions(params_dtype=dtype)
+    with open_engine(architecture, spec, parallel, None, trainable) as engine:
         engine.load(path, with_optimizer=False)
         exporter = ModelExporter(
             engine=engine,

@@ -10,6 +10,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.method.token_losses import token_loss
 from dms_train.observe import log
+from dms_train.training.options import TEACHER_LOGITS
 from dms_train.training.stages import Stage
 
 
@@ -23,6 +24,8 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
         kernels=config.kernels,
         loss=config.loss,
         trainable=config.trainable,
+        trains=TEACHER_LOGITS not in config.stage.run,
+        reads_teacher=config.teacher.logits is not None,
     )
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
@@ -34,7 +37,8 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     log.logger().info("layers: %s", engine.describe_layers())
     remaining = prepared.stages[start.state.stage :]
     losses = [token_loss(s.loss) for s in remaining if isinstance(s, Stage)]
-    if original is not None and any(loss.needs_teacher for loss in losses):
+    distills = any(loss.needs_teacher for loss in losses)
+    if original is not None and distills and config.teacher.logits is None:
         # a student that starts as the original already holds the teacher's weights
         engine.attach_teacher(None if begins_as_original else original)
     load_start(engine, start)

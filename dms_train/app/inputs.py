@@ -23,7 +23,7 @@ from dms_train.mcore.errors import CheckpointError
 from dms_train.mcore.groups import ParallelView
 from dms_train.observe import log
 
-_DATA, _MODEL = "data_sha256", "model_sha256"
+DATA, MODEL = "data_sha256", "model_sha256"
 _SHOWN = 12  # digits of a hash
 _LARGE_BYTES = 10**9  # reading them takes a second or more
 _FIX = "restore it, or choose another run.dir to start again"
@@ -42,7 +42,7 @@ def record(prefixes: Sequence[str], model_dir: Path | None, view: ParallelView) 
     Raises:
         ConfigError: On every rank alike, when a weight file cannot be read.
     """
-    return {_DATA: _data_hashes(prefixes), _MODEL: _weight_hashes(model_dir, view)}
+    return {DATA: data_hashes(prefixes), MODEL: _weight_hashes(model_dir, view)}
 
 
 def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
@@ -60,8 +60,8 @@ def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
     """
     if not start.resumes:
         return
-    recorded = _recorded(start, _DATA)
-    for prefix, now, hashed in zip(prefixes, _data_hashes(prefixes), recorded, strict=True):
+    recorded = _recorded(start, DATA)
+    for prefix, now, hashed in zip(prefixes, data_hashes(prefixes), recorded, strict=True):
         if now != hashed:
             raise _refusal(f"data.paths={prefix}: this is not the data", now, hashed, start)
     assert start.student is not None
@@ -88,9 +88,9 @@ def require_same_weights(current: Mapping[str, Any], start: StartPoint) -> None:
     """
     if not start.resumes:
         return
-    recorded = _recorded(start, _MODEL)
-    for name in sorted({*current[_MODEL], *recorded}):
-        now, before = current[_MODEL].get(name), recorded.get(name)
+    recorded = _recorded(start, MODEL)
+    for name in sorted({*current[MODEL], *recorded}):
+        now, before = current[MODEL].get(name), recorded.get(name)
         if now != before:
             what = f"model.path={start.model_dir}: {name} is not the file"
             raise _refusal(what, now, before, start)
@@ -150,7 +150,7 @@ def _recorded(start: StartPoint, key: str) -> Any:
     return stored[key]
 
 
-def _data_hashes(prefixes: Sequence[str]) -> list[str]:
+def data_hashes(prefixes: Sequence[str]) -> list[str]:
     """Hash each shard's files: tokens, document bounds and the loss mask if there is one."""
     manifests = [read_manifest(prefix) for prefix in prefixes]
     masks = ["" if m.loss_mask is None else m.loss_mask.bin_sha256 for m in manifests]

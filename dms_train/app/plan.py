@@ -19,9 +19,11 @@ from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS
 from dms_train.planning.memory import active_parameter_count, parameter_count
 from dms_train.planning.run_size import taken_branches
+from dms_train.planning.stored_teacher import stored_bytes, token_bytes
 from dms_train.training.stages import Action, Stage, build_stages
 
 _SHOWN_STEPS = 5
+_GIB = 2**30
 
 
 def describe(
@@ -163,6 +165,12 @@ def _branches(stage: Stage) -> Iterator[str]:
 def _action(config: RunConfig, action: Action) -> str:
     if action == "export":
         return f"format {config.stage.export.format}"
+    if action == "teacher_logits":
+        stored, size = config.stage.teacher_logits, stored_bytes(config)
+        return (
+            f"{stored.samples} samples, {stored.top_k} tokens of a position in "
+            f"{token_bytes(stored.top_k)} bytes; {size / _GIB:,.2f} GiB in all"
+        )
     if action == "run_tasks":
         return f"tasks {', '.join(config.stage.run_tasks.tasks)}"
     options = config.stage.validate_export

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dms_train.app import inputs, launcher, run_folder
+from dms_train.app import inputs, launcher, run_folder, teacher_logits
 from dms_train.app.export_evaluation import check_evaluation
 from dms_train.app.exporter import check_folder, check_format
 from dms_train.app.start_point import StartPoint, find_start, with_known_channel, with_student
@@ -38,6 +38,11 @@ class Prepared:
     folder: Path
     since: float
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all stages."""
+        return sum(stage.steps for stage in self.stages if isinstance(stage, Stage))
+
 
 def prepare(config: RunConfig) -> Prepared:
     """Check everything a run needs without allocating anything.
@@ -49,7 +54,9 @@ def prepare(config: RunConfig) -> Prepared:
     since = time.monotonic()
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
-    rope_arguments(original.architecture)  # refuses RoPE scaling that megatron-core lacks
+    rope_arguments(
+        original.architecture.rope_scaling
+    )  # refuses RoPE scaling that megatron-core lacks
     start = run_folder.resume_point(config, original)
     if start is None:
         load, trainable = config.run.load, config.trainable
@@ -63,7 +70,7 @@ def prepare(config: RunConfig) -> Prepared:
     stages = build_stages(config.stage, config.optim.lr_warmup_steps, start.state.loaded_cr)
     _check_data(config, start)
     _check_export(config, spec, start, stages)
-    return Prepared(
+    prepared = Prepared(
         config=config,
         architecture=start.architecture,
         spec=spec,
@@ -72,6 +79,8 @@ def prepare(config: RunConfig) -> Prepared:
         folder=Path(config.run.dir),
         since=since,
     )
+    teacher_logits.check(config, prepared.steps)
+    return prepared
 
 
 def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:

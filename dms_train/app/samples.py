@@ -7,12 +7,13 @@ import math
 import torch
 
 from dms_train.app.preparation import Prepared
+from dms_train.app.teacher_logits import TRAIN, VALID, stored_counts, stored_teacher
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import Batch, BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.mcore.groups import ParallelView
-from dms_train.training.stages import Stage
+from dms_train.training.options import TEACHER_LOGITS
 
 _SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
 
@@ -22,18 +23,30 @@ def datasets(
 ) -> tuple[TokenSamples | None, TokenSamples | None]:
     """Return the numbered samples for training and, where configured, for evaluations."""
     config = prepared.config
-    steps = sum(stage.steps for stage in prepared.stages if isinstance(stage, Stage))
+    counts = stored_counts(config) or {
+        TRAIN: max(_training_samples(prepared), 1),
+        VALID: _eval_samples(config, view),
+    }
     eod = next((m.eod_id for m in map(read_manifest, config.data.paths)), None)
     cache = config.data.cache_dir or str(prepared.folder / "data_cache")
     return build_datasets(
         config.data,
         vocab_size=prepared.architecture.vocab_size,
         eod_id=-1 if eod is None else eod,
-        train_samples=max(steps * config.data.global_batch_size, 1),
-        valid_samples=_eval_samples(config, view),
+        train_samples=counts[TRAIN],
+        valid_samples=counts[VALID],
         seed=config.run.seed,
         cache_dir=cache,
     )
+
+
+def _training_samples(prepared: Prepared) -> int:
+    """Return the number of samples that the stages of a run take."""
+    config = prepared.config
+    stored = config.stage.teacher_logits.samples
+    if TEACHER_LOGITS in config.stage.run and stored is not None:
+        return stored
+    return prepared.steps * config.data.global_batch_size
 
 
 def _eval_samples(config: RunConfig, view: ParallelView) -> int:
@@ -45,7 +58,7 @@ def _eval_samples(config: RunConfig, view: ParallelView) -> int:
 def batch_source(
     config: RunConfig, view: ParallelView, samples: TokenSamples | None, size: int | None = None
 ) -> BatchSource:
-    """Return this rank's part of global batches of `size` samples, by default of training."""
+    """Return this rank's part of global batches: of training, or of `size` samples to evaluate."""
     assert samples is not None
     return BatchSource(
         samples,
@@ -53,6 +66,7 @@ def batch_source(
         global_batch_size=size or config.data.global_batch_size,
         data_parallel_rank=view.dp_rank,
         data_parallel_size=view.dp_size,
+        teacher=stored_teacher(config, view, TRAIN if size is None else VALID),
     )
 
 

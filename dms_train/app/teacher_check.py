@@ -12,8 +12,10 @@ from dms_train.app.preparation import Prepared
 from dms_train.app.samples import beginning
 from dms_train.config.build import ConfigError
 from dms_train.mcore.engine import McoreEngine
+from dms_train.method.plan import StepPlan
 from dms_train.observe import log
 from dms_train.training.engine import TokenSource
+from dms_train.training.options import TEACHER_LOGITS
 
 _TOKENS = 2048  # of every data-parallel copy
 # Margin below the loss of a uniform guess: a perplexity of 0.9 times the vocabulary.
@@ -38,9 +40,14 @@ def check_teacher(prepared: Prepared, engine: McoreEngine, source: TokenSource) 
         TeacherError: The loss is that of a guess, or not finite; the same on every rank.
     """
     config = prepared.config
-    if prepared.start.resumes or not engine.has_teacher or not config.run.check_teacher:
+    stores = TEACHER_LOGITS in config.stage.run
+    if prepared.start.resumes or not (engine.has_teacher or stores) or not config.run.check_teacher:
         return
-    loss = engine.teacher_loss(beginning(source.microbatches(0), _TOKENS, engine.view))
+    batches = beginning(source.microbatches(0), _TOKENS, engine.view)
+    if stores:  # the student is the original
+        loss = engine.evaluate(StepPlan(loss="lm"), batches).token_loss
+    else:
+        loss = engine.teacher_loss(batches)
     guess = math.log(prepared.architecture.vocab_size)
     if not loss < guess - _MARGIN:
         raise TeacherError(

@@ -11,15 +11,19 @@ from pathlib import Path
 
 from dms_train.app import launcher
 from dms_train.cli.errors import run_main
+from dms_train.hf.errors import HFError
 from dms_train.hf.gguf_directory import convert_gguf, is_gguf
 
 _EPILOG = """\
 example:
   dms-import model.gguf models/model
   dms-import MODEL checkpoints/model
+  torchrun --nproc-per-node 8 -m dms_train.checkpoints_tools.hf_to_megatron \\
+      MODEL checkpoints/model
   torchrun --nproc-per-node 8 -m dms_train parallel=tp8 model.path=MODEL \\
       run.load=checkpoints/model 'data.paths=[data/corpus]' run.dir=outputs/cr4
 
+The second command divides the model among eight processes; the checkpoint fits any layout.
 Training reads Hugging Face weights directly as well. A checkpoint is the faster start for large
 models: every rank reads its own part of it.
 """
@@ -52,6 +56,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _import(args: argparse.Namespace) -> None:
     path = Path(args.model).expanduser()
     if is_gguf(path):
+        if launcher.world_size() > 1:
+            raise HFError(f"{path}: one process converts a GGUF file; start dms-import alone")
         print(f"{path}: {convert_gguf(path, args.out, dtype=args.dtype)}")
     else:
         launcher.hide_gpus()  # host memory holds larger models than one GPU
@@ -64,6 +70,8 @@ def _import(args: argparse.Namespace) -> None:
             revision=args.revision,
             download=args.download,
         )
+        if launcher.rank():
+            return
         print(f"{args.model}: weights written as {dtype}")
     print(f"wrote {args.out}")
 

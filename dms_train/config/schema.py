@@ -21,7 +21,7 @@ from dms_train.mcore.options import (
 from dms_train.method.base import MethodOptions
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 from dms_train.observe.options import ObserveOptions
-from dms_train.training.options import RunOptions, StageOptions
+from dms_train.training.options import LIVE_TEACHER, RunOptions, StageOptions, TeacherOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class RunConfig:
     cluster: ClusterOptions = ONE_PROCESS
     loss: LossOptions = PLAIN_LOSS
     lora: LoraOptions = PLAIN_LORA
+    teacher: TeacherOptions = LIVE_TEACHER
     kernels: Annotated[str, OneOf(*KERNELS)] = "auto"
 
     @property

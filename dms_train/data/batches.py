@@ -7,7 +7,7 @@ that integer alone, with any data-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dms_train.data.errors import DataError
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.top_logits import TopLogits
 
 
 class Sample(NamedTuple):
@@ -64,6 +65,7 @@ class Batch(NamedTuple):
         loss_mask: float32 [b, s], 1 where the position counts in the loss, else 0.
         samples: int64 [b], global sample numbers.
         documents: Packed documents of the samples; None if each sample is one text.
+        teacher: Stored distributions of the teacher, [b, s, k] and [b, s]; None without them.
     """
 
     tokens: Tensor
@@ -71,6 +73,7 @@ class Batch(NamedTuple):
     loss_mask: Tensor
     samples: Tensor
     documents: PackedDocuments | None = None
+    teacher: TopLogits | None = None
 
     @property
     def positions(self) -> int | Tensor:
@@ -90,7 +93,8 @@ class Batch(NamedTuple):
             lengths = [torch.unique_consecutive(row, return_counts=True)[1] for row in starts]
             documents = PackedDocuments.of(lengths[:samples], tokens.shape[1])
             mask = documents.is_token.to(mask.dtype)
-        return Batch(tokens, labels, mask, self.samples[:samples], documents)
+        teacher = self.teacher and self.teacher.map(lambda x: x[:samples, :length])
+        return Batch(tokens, labels, mask, self.samples[:samples], documents, teacher)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor."""
@@ -100,7 +104,24 @@ class Batch(NamedTuple):
             loss_mask=function(self.loss_mask),
             samples=function(self.samples),
             documents=None if self.documents is None else self.documents.map(function),
+            teacher=None if self.teacher is None else self.teacher.map(function),
         )
+
+
+class Teacher(Protocol):
+    """Stored distributions of a teacher, by the numbers of samples."""
+
+    def read(self, numbers: Sequence[int], tokens: Tensor) -> TopLogits:
+        """Return the distributions of samples: [b, s, k] and [b, s].
+
+        Args:
+            numbers: Numbers of the samples.
+            tokens: Their inputs, int64 [b, s].
+
+        Raises:
+            DataError: They are not stored, belong to other tokens, or cannot be read.
+        """
+        ...
 
 
 class BatchSource:
@@ -119,8 +140,9 @@ class BatchSource:
         global_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
+        teacher: Teacher | None = None,
     ) -> None:
-        """Fix the layout of a global batch.
+        """Fix the layout of a global batch, and take the distributions of `teacher` into it.
 
         Raises:
             ValueError: A size is not a whole number, the global batch does not divide into equal
@@ -146,12 +168,17 @@ class BatchSource:
             raise ValueError(
                 f"data-parallel rank {data_parallel_rank} is not below {data_parallel_size}"
             )
-        self._dataset = dataset
+        self._dataset, self._teacher = dataset, teacher
         self._micro_batch_size = micro_batch_size
         self._global_batch_size = global_batch_size
         self._rank = data_parallel_rank
         self._size = data_parallel_size
         self._ahead: tuple[int, list[Batch]] | None = None  # first sample and its microbatches
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self._global_batch_size
 
     @property
     def num_microbatches(self) -> int:
@@ -197,9 +224,11 @@ class BatchSource:
         numbers = range(start, start + self._micro_batch_size)
         rows = [self._dataset[number] for number in numbers]
         lengths = [row.document_lengths for row in rows if row.document_lengths is not None]
+        tokens = torch.stack([row.tokens for row in rows])
         return Batch(
             documents=PackedDocuments.of(lengths, len(rows[0].tokens)) if lengths else None,
-            tokens=torch.stack([row.tokens for row in rows]),
+            teacher=None if self._teacher is None else self._teacher.read(numbers, tokens),
+            tokens=tokens,
             labels=torch.stack([row.labels for row in rows]),
             loss_mask=torch.stack([row.loss_mask for row in rows]),
             samples=torch.tensor(list(numbers), dtype=torch.int64),

@@ -2,8 +2,8 @@
 
 The projections of keys and values of neighbouring KV heads are averaged, and the projection of
 queries is kept (GQA: arXiv:2305.13245, section 2.1). Query heads of the pooled heads then read
-their mean. Keys are averaged before their norm and before RoPE; the weight of a key norm stays,
-because all heads share it.
+their mean. Keys are averaged before their norm and before RoPE. The weight of a key norm stays
+where all heads share it, and is averaged where every head has its own factors.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -52,8 +53,9 @@ class LayerKeys(NamedTuple):
             `ModelFamily.refuse` has checked the mapping.
         write: Function of all layers that returns the keys.
         has_windows: Whether layers may have a window.
-        has_local_base: Whether the layers with a window have a RoPE base of their own, which RoPE
-            scaling leaves as it is. `rope_parameters` then states RoPE for each type of layer.
+        has_local_base: Whether the layers with a window have a RoPE of their own: a base, which
+            may be that of the other layers, and no scaling. `rope_parameters` then states RoPE for
+            each type of layer.
     """
 
     read: Callable[[Mapping[str, Any], float], tuple[LayerAttention, ...]]
@@ -80,15 +82,23 @@ LOCAL_EXPERTS = "mlp.experts.local_experts"
 """Name of the experts in a layer of Megatron."""
 _QKV = tuple(f"self_attn.{c}_proj" for c in "qkv")
 _LAYER = (
-    ParameterMap("input_layernorm.weight", ("input_layernorm.weight",)),
     ParameterMap("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), "qkv"),
     ParameterMap("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
 )
-_PRE_NORM = (ParameterMap("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),)
-_SANDWICH_NORMS = (
+_INPUT_NORM = ParameterMap("input_layernorm.weight", ("input_layernorm.weight",))
+_PRE_NORMS = (
+    _INPUT_NORM,
+    ParameterMap("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+)
+_POST_NORMS = (
     ParameterMap("post_attention_layernorm.weight", ("post_attention_layernorm.weight",)),
-    ParameterMap("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight",)),
     ParameterMap("post_mlp_layernorm.weight", ("post_feedforward_layernorm.weight",)),
+)
+_SANDWICH_NORMS = (
+    _INPUT_NORM,
+    _POST_NORMS[0],
+    ParameterMap("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight",)),
+    _POST_NORMS[1],
 )
 _ROUTER = (ParameterMap("mlp.router.weight", ("mlp.gate.weight",)),)
 _QKV_BIAS = (
@@ -104,14 +114,6 @@ _LAYER_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "self_attn.v_proj.weight": ("key", "hidden"),
     "self_attn.o_proj.weight": ("hidden", "query"),
 }
-_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
-    "input_layernorm.weight": ("hidden",),
-    "post_attention_layernorm.weight": ("hidden",),
-}
-_SANDWICH_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
-    "pre_feedforward_layernorm.weight": ("hidden",),
-    "post_feedforward_layernorm.weight": ("hidden",),
-}
 _ROUTER_TENSORS: dict[str, tuple[Dimension, ...]] = {"mlp.gate.weight": ("experts", "hidden")}
 _QKV_BIAS_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "self_attn.q_proj.bias": ("query",),
@@ -121,6 +123,10 @@ _QKV_BIAS_TENSORS: dict[str, tuple[Dimension, ...]] = {
 _QK_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "self_attn.q_norm.weight": ("head",),
     "self_attn.k_norm.weight": ("head",),
+}
+_JOINT_QK_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
+    "self_attn.q_norm.weight": ("query",),
+    "self_attn.k_norm.weight": ("key",),
 }
 
 
@@ -144,7 +150,7 @@ def _mlp_tensors(hf: str, width: Dimension) -> dict[str, tuple[Dimension, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFamily:
-    """A decoder of pre-norm blocks with RoPE, grouped-query attention and a gated MLP.
+    """A decoder of blocks with RoPE, RMSNorm, grouped-query attention and a gated MLP.
 
     Attributes:
         name: `model_type` of Hugging Face, and the name of the module.
@@ -152,12 +158,15 @@ class ModelFamily:
         package: Package in `transformers.models`; None if it is `name`.
         config_classes: Prefix of the configuration class; None if it is `classes`.
         qkv_bias: Whether the q, k and v projections have a bias.
-        qk_norm: Whether q and k are normalised per head before RoPE.
+        qk_norm: Whether q and k are normalised before RoPE.
+        joint_qk_norm: Whether this norm is over all heads together, not per head.
         has_experts: Whether every layer has a mixture of experts in place of its MLP.
         activation: Activation of the MLP.
         activation_key: Key of the activation in config.json.
         sandwich_norms: Whether attention and MLP normalise their updates of the residual stream
             too.
+        input_norms: Whether attention and MLP normalise their input; only with `sandwich_norms`
+            may they not.
         centered_norms: Whether norms multiply by 1 + weight.
         scaled_embeddings: Whether embeddings are multiplied by the square root of the hidden size,
             rounded to their dtype.
@@ -168,8 +177,8 @@ class ModelFamily:
             has as many KV heads as query heads.
         head_size: Head size if config.json lacks `head_dim`; None means hidden size / query heads.
         always_has_head_dim: Whether `head_dim` is written even if it equals hidden size / heads.
-        norm_epsilon: Epsilon of the norms if config.json states none.
         rotary_base: Base of RoPE if config.json states none.
+        norm_epsilon: `rms_norm_eps` if config.json states none.
         rope_types: Supported rules of RoPE scaling besides `default`.
         rotary_factor: Share of the channels of a head that RoPE rotates if config.json lacks
             `partial_rotary_factor`; None if RoPE always rotates all of them.
@@ -189,10 +198,12 @@ class ModelFamily:
     config_classes: str | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     has_experts: bool = False
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
     sandwich_norms: bool = False
+    input_norms: bool = True
     centered_norms: bool = False
     scaled_embeddings: bool = False
     has_query_scalar: bool = False
@@ -200,8 +211,8 @@ class ModelFamily:
     kv_heads_required: bool = True
     head_size: int | None = None
     always_has_head_dim: bool = True
-    norm_epsilon: float = 1e-6
     rotary_base: float = 10000.0
+    norm_epsilon: float = 1e-6
     rope_types: tuple[str, ...] = ()
     rotary_factor: float | None = None
     interleaved_rope: bool = False
@@ -237,8 +248,14 @@ class ModelFamily:
         for number in range(experts):
             mlp += _mlp(f"{LOCAL_EXPERTS}.{number}", f"mlp.experts.{number}")
         bias = _QKV_BIAS if self.qkv_bias else ()
-        norms = _SANDWICH_NORMS if self.sandwich_norms else _PRE_NORM
-        return _LAYER + norms + mlp + bias + (_QK_NORM if self.qk_norm else ())
+        return _LAYER + self._norms + mlp + bias + (_QK_NORM if self.qk_norm else ())
+
+    @property
+    def _norms(self) -> tuple[ParameterMap, ...]:
+        """Norms of the residual stream and of its updates."""
+        if not self.input_norms:
+            return _POST_NORMS
+        return _SANDWICH_NORMS if self.sandwich_norms else _PRE_NORMS
 
     def layer_tensors(self, experts: int = 0) -> dict[str, tuple[Dimension, ...]]:
         """Return the tensors of one decoder layer by name, in file order.
@@ -252,8 +269,11 @@ class ModelFamily:
         for number in range(experts):
             mlp |= _mlp_tensors(f"mlp.experts.{number}", "expert_ffn")
         bias = _QKV_BIAS_TENSORS if self.qkv_bias else {}
-        norms = {**_NORM_TENSORS, **(_SANDWICH_NORM_TENSORS if self.sandwich_norms else {})}
-        head_norms = _QK_NORM_TENSORS if self.qk_norm else {}
+        norms: dict[str, tuple[Dimension, ...]] = {
+            name: ("hidden",) for entry in self._norms for name in entry.hf
+        }
+        head_norms = _JOINT_QK_NORM_TENSORS if self.joint_qk_norm else _QK_NORM_TENSORS
+        head_norms = head_norms if self.qk_norm else {}
         return {**_LAYER_TENSORS, **mlp, **norms, **bias, **head_norms}
 
 
@@ -311,6 +331,46 @@ def refuse_short_window(config: Mapping[str, Any], default: int | None = None) -
 def local_only(kinds: list[str]) -> Refusal:
     """Refuse a model in which every layer has a window."""
     return Refusal("layer_types", kinds, "use a model with layers that read all tokens")
+
+
+def refuse_sliding(config: Mapping[str, Any], kinds: Any, window: Any) -> Refusal | None:
+    """Refuse types of layers and a window that no model has, and models without a global layer."""
+    refusal = refuse_kinds(kinds, (SLIDING, FULL), config["num_hidden_layers"])
+    if refusal is not None:
+        return refusal
+    if FULL not in kinds:
+        return local_only(kinds)
+    if SLIDING in kinds and (type(window) is not int or window < 1):
+        return Refusal("sliding_window", window, "state a whole number above 0")
+    return None
+
+
+def local_base(config: Mapping[str, Any], default: Any) -> Any:
+    """Return the RoPE base of the layers with a window, which transformers 5 writes for them."""
+    stated = (config.get("rope_parameters") or {}).get(SLIDING) or {}
+    return stated.get("rope_theta", default)
+
+
+def refuse_local_rope(config: Mapping[str, Any], key: str, default: Any) -> Refusal | None:
+    """Refuse RoPE of the layers with a window that is not plain RoPE with a base.
+
+    Args:
+        config: A config.json mapping.
+        key: Key whose value is the base if `rope_parameters` states none.
+        default: Its value.
+    """
+    block: Any = config
+    for name in ("rope_parameters", SLIDING):
+        block = block.get(name) or {}
+        if not isinstance(block, Mapping):
+            return Refusal(name, block, "state a JSON object or null")
+    base = local_base(config, default)
+    if type(base) not in (int, float) or not 0 < base < math.inf:
+        return Refusal(key, base, "state a number above 0")
+    for name, only in (("rope_type", "default"), ("partial_rotary_factor", 1.0)):
+        if block.get(name, only) != only:
+            return Refusal(name, block[name], f"use a model with {only} in {SLIDING} layers")
+    return None
 
 
 def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,9 @@ from dms_train.families.base import (
     LayerKeys,
     ModelFamily,
     Refusal,
-    local_only,
-    refuse_kinds,
+    local_base,
+    refuse_local_rope,
+    refuse_sliding,
 )
 
 # Defaults of transformers' Gemma3TextConfig.
@@ -31,10 +31,9 @@ def _kinds(config: Mapping[str, Any]) -> Any:
     return [SLIDING if layer % period else FULL for layer in layers]
 
 
-def _local_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return RoPE of the layers with a window, with the keys of transformers 4 below those of 5."""
-    stated = (config.get("rope_parameters") or {}).get(SLIDING) or {}
-    return {"rope_theta": config.get("rope_local_base_freq", _LOCAL_BASE), **stated}
+def _base(config: Mapping[str, Any]) -> Any:
+    """Return the RoPE base of the layers with a window, by the keys of transformers 4 or 5."""
+    return local_base(config, config.get("rope_local_base_freq", _LOCAL_BASE))
 
 
 def _refuse(config: Mapping[str, Any]) -> Refusal | None:
@@ -42,40 +41,20 @@ def _refuse(config: Mapping[str, Any]) -> Refusal | None:
     period = config.get("sliding_window_pattern", _PERIOD)
     if type(period) is not int or period < 1:
         return Refusal("sliding_window_pattern", period, "state a whole number above 0")
-    kinds, layers = _kinds(config), config["num_hidden_layers"]
-    refusal = refuse_kinds(kinds, (SLIDING, FULL), layers)
-    if refusal is not None:
-        return refusal
-    if FULL not in kinds:
-        return local_only(kinds)
-    window = config.get("sliding_window", _WINDOW)
-    if SLIDING in kinds and (type(window) is not int or window < 1):
-        return Refusal("sliding_window", window, "state a whole number above 0")
-    return _refuse_local_rope(config)
-
-
-def _refuse_local_rope(config: Mapping[str, Any]) -> Refusal | None:
-    block: Any = config
-    for key in ("rope_parameters", SLIDING):
-        block = block.get(key) or {}
-        if not isinstance(block, Mapping):
-            return Refusal(key, block, "state a JSON object or null")
-    rope = _local_rope(config)
-    base, older = rope["rope_theta"], config.get("rope_local_base_freq")
-    if type(base) not in (int, float) or not 0 < base < math.inf:
-        return Refusal("rope_local_base_freq", base, "state a number above 0")
-    if older not in (None, base):
-        fix = f"rope_parameters says {base}; make them agree"
+    window, older = config.get("sliding_window", _WINDOW), config.get("rope_local_base_freq")
+    refusal = refuse_sliding(config, _kinds(config), window)
+    if refusal is None:
+        default = _LOCAL_BASE if older is None else older
+        refusal = refuse_local_rope(config, "rope_local_base_freq", default)
+    if refusal is None and older not in (None, _base(config)):
+        fix = f"rope_parameters says {_base(config)}; make them agree"
         return Refusal("rope_local_base_freq", older, fix)
-    for key, only in (("rope_type", "default"), ("partial_rotary_factor", 1.0)):
-        if rope.get(key, only) != only:
-            return Refusal(key, rope[key], f"use a model with {only} in {SLIDING} layers")
-    return None
+    return refusal
 
 
 def _read(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
-    local_base = float(_local_rope(config)["rope_theta"])
-    local = LayerAttention(rotary_base=local_base, window=config.get("sliding_window", _WINDOW))
+    window = config.get("sliding_window", _WINDOW)
+    local = LayerAttention(rotary_base=float(_base(config)), window=window)
     full = LayerAttention(rotary_base=base)
     return tuple(local if kind == SLIDING else full for kind in _kinds(config))
 

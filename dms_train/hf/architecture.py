@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from dms_train.families import FAMILIES, LayerAttention, ModelFamily
 from dms_train.families.base import FULL, SLIDING
@@ -21,18 +22,42 @@ class RopeScaling:
     """Rule that scales the frequencies of RoPE.
 
     Attributes:
-        factor: Divisor of the frequencies: of all with `linear`, of the low ones with `llama3`.
+        factor: Divisor of the frequencies: of all with `linear`, of the low ones with `llama3` and
+            `yarn`.
         low_freq_factor: Of `llama3`.
         high_freq_factor: Of `llama3`.
-        original_max_position_embeddings: Of `llama3`.
-        rope_type: Name of the rule in transformers, `llama3` or `linear`.
+        original_max_position_embeddings: Of `llama3` and `yarn`.
+        beta_fast: Turns within the original length above which `yarn` keeps a frequency.
+        beta_slow: Turns below which `yarn` divides a frequency.
+        attention_factor: Factor on rotated queries and keys, of `yarn`.
+        rope_type: Name of the rule in transformers, `llama3`, `yarn` or `linear`.
     """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    rope_type: Annotated[str, OneOf("llama3", "linear")] = "llama3"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    rope_type: Annotated[str, OneOf("llama3", "yarn", "linear")] = "llama3"
+
+
+class Rope(NamedTuple):
+    """RoPE of a layer.
+
+    Attributes:
+        base: Base of the frequencies; None for a layer without RoPE.
+        scaling: Rule that scales them, if any.
+    """
+
+    base: float | None
+    scaling: RopeScaling | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor on rotated queries and keys."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +86,7 @@ class Architecture:
         kv_channels: Head size d.
         num_query_groups: KV heads.
         experts: Mixture of experts; None if every layer has one MLP of `ffn_hidden_size`.
-        rope_scaling: Rule for the layers whose base is `rotary_base`.
+        rope_scaling: Rule for RoPE, except in layers with a window if their RoPE is their own.
         layers: Attention of every layer; empty if all have RoPE with `rotary_base`.
         query_scalar: The softmax scale is its power of -1/2; None for the head size.
         partial_rotary_factor: Share of the channels of a head that RoPE rotates.
@@ -107,6 +132,18 @@ class Architecture:
         return [number for number, layer in layers if layer.window is None]
 
     @property
+    def ropes(self) -> list[Rope]:
+        """RoPE of every layer."""
+        keys = self.described.layers
+        own = keys is not None and keys.has_local_base
+        return [
+            Rope(layer.rotary_base)
+            if layer.rotary_base is None or (own and layer.window is not None)
+            else Rope(layer.rotary_base, self.rope_scaling)
+            for layer in self.attention_layers
+        ]
+
+    @property
     def described(self) -> ModelFamily:
         """Description of the family."""
         return FAMILIES[self.family]
@@ -123,7 +160,7 @@ class Architecture:
 
     @property
     def qk_layernorm(self) -> bool:
-        """True if q and k are normalised per head before RoPE."""
+        """True if q and k are normalised before RoPE."""
         return self.described.qk_norm
 
     def check(self, path: str) -> Iterator[str]:
@@ -225,11 +262,6 @@ class Architecture:
         local = {layer.rotary_base for layer in self.layers if layer.window is not None}
         if len(local) > 1 or None in local:
             yield f"{path}.layers: use one rotary_base in the layers with a window"
-        elif self.rope_scaling is not None and self.rotary_base in local:
-            yield (
-                f"{path}.layers: rope_scaling would also scale layers with a window of "
-                f"rotary_base={self.rotary_base}; use another base in them"
-            )
 
 
 def _rotates_pairs(a: Architecture) -> bool:
@@ -252,12 +284,11 @@ _FIXED_EVERYWHERE = {
     "compression_config": None,
     "quantization": None,
 }
-_LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+_SCALING_KEYS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "linear": ("factor",),
+}
 _METHOD_PREFIX = re.compile(f"({'|'.join(OPTIONS)})_")
 
 
@@ -353,17 +384,6 @@ def _global_rope(config: Mapping[str, Any], family: ModelFamily) -> Mapping[str,
     return {**config, "rope_parameters": stated.values}
 
 
-def _check_local_rope(architecture: Architecture) -> None:
-    """Refuse a rule that would also scale layers with a window."""
-    a = architecture
-    local = {layer.rotary_base for layer in a.layers if layer.window is not None}
-    if a.rope_scaling is not None and a.rotary_base in local:
-        raise HFError(
-            f"config.json: rope_theta={a.rotary_base} is also the base of layers with a window, "
-            "which RoPE scaling must leave; use a model with two bases"
-        )
-
-
 def _query_scalar(config: Values, family: ModelFamily, head_size: int) -> int | None:
     """Read the number whose root divides scores; None if it is the head size."""
     if not family.has_query_scalar:
@@ -380,14 +400,38 @@ def _rope_scaling(config: Values, family: ModelFamily) -> RopeScaling | None:
     if kind not in family.rope_types:
         known = " or ".join(("default", *family.rope_types))
         raise config.refusal("rope_type", kind, f"use a {family.name} model with {known} RoPE")
-    if kind == "linear":
-        values = Values("config.json: linear RoPE scaling", rule)
-        return RopeScaling(factor=values.positive("factor"), rope_type=kind)
-    missing = [key for key in _LLAMA3_KEYS if key not in rule]
+    missing = [key for key in _SCALING_KEYS[kind] if key not in rule]
     if missing:
-        fix = f"llama3 scaling also needs {', '.join(missing)}"
+        fix = f"{kind} scaling also needs {', '.join(missing)}"
         raise config.refusal("rope_scaling", rule, fix)
-    values = Values("config.json: llama3 RoPE scaling", rule)
+    values = Values(f"config.json: {kind} RoPE scaling", rule)
+    if kind == "linear":
+        return RopeScaling(factor=values.positive("factor"), rope_type=kind)
+    return _yarn(values) if kind == "yarn" else _llama3(values)
+
+
+def _yarn(values: Values) -> RopeScaling:
+    """Read the rule of YaRN with the defaults of transformers."""
+    for key, only in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
+        if values.values.get(key, only) not in (only, None):
+            raise values.refusal(key, values.values[key], f"use a model with {key}={only}")
+    rule = {key: value for key, value in values.values.items() if value is not None}
+    stated, factor = Values(values.where, rule), values.positive("factor")
+    scaling = RopeScaling(
+        rope_type="yarn",
+        factor=factor,
+        original_max_position_embeddings=values.whole("original_max_position_embeddings"),
+        beta_fast=stated.positive("beta_fast", 32.0),
+        beta_slow=stated.positive("beta_slow", 1.0),
+        attention_factor=stated.positive("attention_factor", 0.1 * math.log(max(factor, 1)) + 1),
+    )
+    if scaling.beta_fast <= scaling.beta_slow:
+        fix = f"state a number above beta_slow={scaling.beta_slow}"
+        raise values.refusal("beta_fast", scaling.beta_fast, fix)
+    return scaling
+
+
+def _llama3(values: Values) -> RopeScaling:
     scaling = RopeScaling(
         factor=values.positive("factor"),
         low_freq_factor=values.positive("low_freq_factor"),
@@ -511,7 +555,6 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         partial_rotary_factor=_rotary_factor(values, family),
     )
     _check_heads(architecture)
-    _check_local_rope(architecture)
     return architecture
 
 
@@ -521,7 +564,9 @@ def _rope_keys(architecture: Architecture) -> dict[str, Any]:
     if architecture.rope_scaling is not None:
         values = asdict(architecture.rope_scaling)
         kind = values["rope_type"]
-        keys = _LLAMA3_KEYS if kind == "llama3" else ("factor",)
+        keys = _SCALING_KEYS[kind]
+        if kind == "yarn":
+            keys += ("beta_fast", "beta_slow", "attention_factor")
         scaling = {"rope_type": kind, **{key: values[key] for key in keys}}
     base = architecture.rotary_base
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}

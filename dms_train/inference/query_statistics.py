@@ -63,7 +63,7 @@ def measure_queries(model: LoadedModel, samples: Iterable[Tensor]) -> QueryStati
     Raises:
         InferenceError: There are no tokens, or the layers of the model differ in RoPE.
     """
-    if len({layer.rotary_base for layer in model.architecture.attention_layers}) > 1:
+    if len(set(model.architecture.ropes)) > 1:
         raise InferenceError(
             f"the layers of this {model.architecture.family} model differ in RoPE, which the "
             "statistics do not describe; use another policy"

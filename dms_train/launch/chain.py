@@ -19,7 +19,12 @@ from dms_train.launch.nodes import Needs
 from dms_train.observe.state_files import current_stage
 from dms_train.planning.memory import parameter_count
 from dms_train.planning.run_size import checkpoint_count, run_size
-from dms_train.training.options import RETROFIT_STAGES, RUN_TASKS, VALIDATE_EXPORT
+from dms_train.training.options import (
+    RETROFIT_STAGES,
+    RUN_TASKS,
+    TEACHER_LOGITS,
+    VALIDATE_EXPORT,
+)
 
 Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(dms_train.__file__).parent / "slurm"
@@ -74,6 +79,8 @@ def imports(config: RunConfig) -> bool:
     """
     if config.model.path is None or config.method.train != "all":
         return False
+    if TEACHER_LOGITS in config.stage.run:
+        return False  # it runs the original itself
     return config.run.load in (None, str(Path(config.run.dir) / START_FOLDER))
 
 

@@ -26,7 +26,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters, fusions, retention
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.model import gathering, low_rank, mapping, sharing, weights
+from dms_train.mcore.model import gathering, low_rank, mapping, sharing, stored, weights
 from dms_train.mcore.model.low_rank import AdapterTensors
 from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.recording import Recording, record
@@ -39,6 +39,7 @@ from dms_train.method.base import MethodOptions
 from dms_train.method.layer import method_layer
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.token_losses import PLAIN_LOSS, TEACHER_LM, LossOptions
+from dms_train.method.top_logits import TopLogits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class TrainEngineOptions:
         kernels: Configured name of the attention's backend.
         loss: Parameters of the token losses.
         trainable: Weights of the student that train.
+        reads_teacher: Whether the batches bring the stored distributions of the teacher.
     """
 
     parallel: ParallelOptions
@@ -59,6 +61,7 @@ class TrainEngineOptions:
     kernels: str = "auto"
     loss: LossOptions = PLAIN_LOSS
     trainable: Trainable = ALL_WEIGHTS
+    reads_teacher: bool = False
 
 
 class McoreEngine:
@@ -192,7 +195,7 @@ class McoreEngine:
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> DeviceTotals:
         needs_teacher = plan.token_loss.needs_teacher
-        if needs_teacher and not self.has_teacher:
+        if needs_teacher and not self.distills:
             raise ModelError(
                 f"loss={plan.loss}: needs a teacher and none is attached; name it in model.path"
             )
@@ -206,7 +209,7 @@ class McoreEngine:
             batches,
             self._context(batches, replays),
             self._config,
-            has_teacher=needs_teacher,
+            has_teacher=needs_teacher and self.has_teacher,
             forward_only=forward_only,
         )
 
@@ -287,6 +290,25 @@ class McoreEngine:
         """True if a teacher is attached."""
         return self._models[0].has_teacher
 
+    @property
+    def distills(self) -> bool:
+        """True if a teacher is attached or the batches bring what is stored of it."""
+        return self.has_teacher or self._options.reads_teacher
+
+    def top_logits(self, batches: list[Batch], k: int) -> list[TopLogits]:
+        """Return the k most probable tokens of every position of the student, without evictions.
+
+        The temperature is that of the loss. See `stored.top_logits`.
+        """
+        for chunk in self._chunks:
+            chunk.eval()
+        self._method.set_plan(StepPlan(loss="lm"))
+        stores = k, self._method.loss_options.kl_temperature
+        batches = to_device(batches, self.view.device)
+        return stored.top_logits(
+            self._models, self._chunks, batches, self._config, self.view, stores
+        )
+
     def teacher_loss(self, batches: list[Batch]) -> float:
         """Return the teacher's cross-entropy of batches in nats per token, the same on all ranks.
 
@@ -331,7 +353,7 @@ class McoreEngine:
         Returns:
             KL divergence from the teacher, or cross-entropy where there is none, in nats per token.
         """
-        plan = StepPlan(loss="distill" if self.has_teacher else "lm")
+        plan = StepPlan(loss="distill" if self.distills else "lm")
         losses = []
         for channel in channels:
             with self._zeroed(channel):

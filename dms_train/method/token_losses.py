@@ -66,7 +66,7 @@ class TokenLoss:
     """One kind of loss: the sum of one or more named terms.
 
     Attributes:
-        needs_teacher: Whether the frozen original runs beside the student.
+        needs_teacher: Whether it compares the student with the frozen original.
         terms: Names of the terms, different from each other and from `METRIC_NAMES`. The mean of
             each over the loss positions is logged under its name.
         per_token: Compute the terms [s, b], one for each name.

@@ -235,15 +235,21 @@ class Heartbeats:
 
     def check(self) -> bool:
         """Write a heartbeat and check the others once; return True if the run had to be ended."""
+        now = self._beat()
+        if (
+            self._has_report()
+        ):  # first, because a search for the reason reads the files of all ranks
+            self._end(None)
+            return True
         following = (self.rank + 1) % self.ranks
-        late = self._age(following, self._beat()) is not None
+        late = self._age(following, now) is not None
         self._late_checks = self._late_checks + 1 if late else 0
         silent = self.silent() if self._late_checks >= _CHECKS else []
         who = ", ".join(map(str, silent))
         reason = f"{who} did not answer" if silent else self.stuck()
         if (gone := self.ended()) is not None:
             reason = f"{gone} has ended"
-        if self._has_report() or reason is not None:
+        if reason is not None:
             self._end(reason)
             return True
         self._mention(following)

@@ -178,7 +178,8 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
         # q is copied out of the projection before its norm (plain operations: where there are
         # several KV heads); k is too for the kernel, and a view for plain operations
         statistics = m.query * (m.fused or groups > 1) + m.key * m.fused
-        statistics += m.attended_tokens * (heads + groups) * _FP32
+        norms = 2 if m.architecture.described.joint_qk_norm else heads + groups
+        statistics += m.attended_tokens * norms * _FP32
     elif m.fused or m.method.replaces_values:
         mixed = 0  # split and rotated in one kernel, or not saved for the backward pass
     if (m.architecture.qk_layernorm or not m.fused) and not m.method.replaces_values:
@@ -212,9 +213,10 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         recompute: None or `selective`; `chunk` handles `full`.
     """
     heads, groups = _heads(m)
+    family = m.architecture.described
     # inputs of both norms, and outputs where a weight that trains reads them
     norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
-    if m.architecture.described.sandwich_norms:
+    if family.sandwich_norms and family.input_norms:
         norms += 2 * (m.residual + norm_statistics(m))
     # sine and cosine, for q and for k; the fused kernel has one table for all layers
     tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
@@ -273,7 +275,7 @@ def _routing(m: Microbatch) -> int:
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
     """Return the bytes that `layers` layers keep of one microbatch in flight, without the head."""
     p = m.parallel
-    tables = len({own.rotary_base for own in m.architecture.attention_layers})
+    tables = len(set(m.architecture.ropes))
     frequencies = tables * m.length * m.architecture.kv_channels * _FP32
     if p.recompute_granularity == "full":
         units = -(-layers // p.recompute_num_layers)

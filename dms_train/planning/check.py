@@ -16,7 +16,7 @@ from dms_train.mcore.options import PLAIN_LORA
 from dms_train.planning import divide, layouts
 from dms_train.planning.gpus import GPUS
 from dms_train.planning.memory import needs_teacher
-from dms_train.training.options import EVICTING_STAGES, STAGES
+from dms_train.training.options import EVICTING_STAGES, STAGES, TEACHER_LOGITS
 
 
 def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> None:
@@ -42,6 +42,7 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
             *_divided(config, world_size, architecture),
             *_lengths(config, architecture),
             *_cuda_graph(config, world_size, architecture.num_experts),
+            *_stored_tokens(config, architecture),
         ]
     if not problems and config.cluster.gpu is not None:
         problems = layouts.memory_problems(
@@ -110,6 +111,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
     if run and all(name in STAGES for name in run):
         yield from _starting_weights(config)
         yield from _kl_limit(config)
+        yield from _teacher_logits(config)
         yield from _validation(config)
         yield from _evaluation(config)
 
@@ -121,6 +123,27 @@ def _kl_limit(config: RunConfig) -> Iterator[str]:
             f"stage.retrofit.max_kl={limit}: is compared with the KL of validation samples, and "
             "run.eval_samples=0; raise it"
         )
+
+
+def _teacher_logits(config: RunConfig) -> Iterator[str]:
+    stored, batch = config.stage.teacher_logits.samples, config.data.global_batch_size
+    if config.teacher.logits is not None and not needs_teacher(config):
+        yield f"teacher.logits={config.teacher.logits}: no stage to run distils; leave it out"
+    if TEACHER_LOGITS not in config.stage.run:
+        return
+    if stored is None or stored % batch:
+        yield (
+            f"stage.teacher_logits.samples={'null' if stored is None else stored}: use a multiple "
+            f"of data.global_batch_size={batch}, at least the samples of a later run"
+        )
+    if config.run.load is not None:
+        yield f"run.load={config.run.load}: teacher_logits runs the original; leave it out"
+
+
+def _stored_tokens(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    k, most = config.stage.teacher_logits.top_k, architecture.vocab_size
+    if TEACHER_LOGITS in config.stage.run and k > most:
+        yield f"stage.teacher_logits.top_k={k}: the vocabulary has {most} tokens; use fewer"
 
 
 def _validation(config: RunConfig) -> Iterator[str]:

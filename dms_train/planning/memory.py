@@ -18,7 +18,9 @@ from dms_train.planning import activations, trained
 from dms_train.planning.activations import Microbatch, padded_vocab
 from dms_train.planning.gpus import Calibration
 from dms_train.planning.pipeline import passes
+from dms_train.planning.stored_teacher import step_bytes
 from dms_train.planning.trained import attention_weights
+from dms_train.training.options import TEACHER_LOGITS
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
@@ -34,7 +36,8 @@ class MemoryEstimate:
         weights: Weights of the student.
         gradients: Gradient sums of the weights that train, in fp32.
         optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights.
-        teacher: Weights of the frozen original that the student does not share.
+        teacher: Weights of the frozen original that the student does not share, or the stored
+            distributions of a step.
         activations: Kept for the backward passes of the microbatches in flight.
         logits: Kept for the backward pass of the last stage's head.
         workspace: The largest set of short-lived tensors, and communication buffers.
@@ -88,12 +91,16 @@ class PipelineStage:
         rank: Number of the stage.
         copies: Number of ranks with the same weights: data-parallel times context-parallel size.
         microbatches: Number of microbatches per data-parallel rank and step.
+        stored: Bytes of the stored distributions of a step, which the last stage reads.
+        trains: Whether the run takes steps; the stage `teacher_logits` only runs the original.
     """
 
     microbatch: Microbatch
     rank: int
     copies: int
     microbatches: int
+    stored: int = 0
+    trains: bool = True
 
     @property
     def pp(self) -> int:
@@ -226,13 +233,14 @@ def stages_of(
     """Return the pipeline stages of a configuration that passed `check`, on GPUs."""
     parallel, data = config.parallel, config.data
     copies = world_size // parallel.ranks_per_copy
+    stores = TEACHER_LOGITS in config.stage.run
     microbatch = Microbatch(
         architecture=architecture,
         method=config.method,
         parallel=parallel,
         samples=data.micro_batch_size,
         length=data.seq_length,
-        distills=needs_teacher(config),
+        distills=runs_teacher(config) or stores,
         kernels=config.kernels,
         fused=config.kernels in ("auto", "triton") and not config.method.decays,
         trainable=config.trainable,
@@ -245,6 +253,8 @@ def stages_of(
             rank=rank,
             copies=copies * parallel.context_parallel_size,
             microbatches=count,
+            stored=step_bytes(config, count * data.micro_batch_size),
+            trains=not stores,
         )
         for rank in range(parallel.pipeline_model_parallel_size)
     ]
@@ -252,6 +262,8 @@ def stages_of(
 
 def of_stage(stage: PipelineStage) -> MemoryEstimate:
     """Estimate the memory of a process of one pipeline stage."""
+    if not stage.trains:
+        return _of_pass(stage)
     m = stage.microbatch
     # fp32 weights are their own master copy
     states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
@@ -262,10 +274,26 @@ def of_stage(stage: PipelineStage) -> MemoryEstimate:
         weights=(stage.parameters + stage.adapters) * m.width,
         gradients=stage.trained * _FP32,
         optimizer=stage.updated * _FP32 * states,
-        teacher=stage.unshared * m.width,
+        teacher=stage.unshared * m.width + stage.stored * stage.is_last,
         activations=moment.activations,
         logits=moment.logits,
         workspace=moment.workspace + buffer,
+    )
+
+
+def _of_pass(stage: PipelineStage) -> MemoryEstimate:
+    """Estimate the memory of a pass that keeps nothing for a backward pass."""
+    m = stage.microbatch
+    (moment,) = _forward(stage, 0, has_head=False)
+    head = activations.head_workspace(m) + m.gathered if stage.is_last else 0
+    return MemoryEstimate(
+        weights=(stage.parameters + stage.adapters) * m.width,
+        gradients=0,
+        optimizer=0,
+        teacher=0,
+        activations=0,
+        logits=0,
+        workspace=max(moment.workspace, head + m.residual),
     )
 
 
@@ -354,6 +382,11 @@ def needs_teacher(config: RunConfig) -> bool:
     return any(loss is not None and loss.needs_teacher for loss in losses)
 
 
+def runs_teacher(config: RunConfig) -> bool:
+    """Return whether the frozen original runs beside the student."""
+    return needs_teacher(config) and config.teacher.logits is None
+
+
 def parameter_count(architecture: Architecture) -> int:
     """Count the parameters of the model, a tied output projection once."""
     a = architecture
@@ -399,11 +432,14 @@ def mlp_products(a: Architecture) -> int:
 def _sharded(a: Architecture) -> int:
     """Count the weights of one layer that tensor parallelism divides, without experts."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    return _matrices(a) + (query + 2 * key if a.add_qkv_bias else 0)
+    norms = query + key if a.described.joint_qk_norm else 0
+    return _matrices(a) + norms + (query + 2 * key if a.add_qkv_bias else 0)
 
 
 def _replicated(a: Architecture) -> int:
     """Count the weights of one layer that every tensor-parallel rank holds: norms and router."""
-    outer = 4 if a.described.sandwich_norms else 2
-    norms = outer * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
+    family = a.described
+    outer = 2 * (family.sandwich_norms + family.input_norms)
+    per_head = a.qk_layernorm and not family.joint_qk_norm
+    norms = outer * a.hidden_size + (2 * a.kv_channels if per_head else 0)
     return norms + a.num_experts * a.hidden_size

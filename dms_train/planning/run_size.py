@@ -10,6 +10,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
 from dms_train.hf.formats.peft import FORMAT as PEFT
 from dms_train.planning.memory import checkpoint_bytes, parameter_count
+from dms_train.planning.stored_teacher import stored_bytes
 from dms_train.planning.trained import peft_parameters
 from dms_train.training.stages import Action, Stage, build_stages
 
@@ -29,6 +30,7 @@ class RunSize:
         exports: Number of exports, without links.
         export_bytes: Bytes of one export: its Megatron weights and its Hugging Face weights, or an
             adapter alone.
+        teacher_bytes: Bytes that the stage `teacher_logits` stores.
     """
 
     steps: int
@@ -38,11 +40,13 @@ class RunSize:
     weights_bytes: int
     exports: int
     export_bytes: int
+    teacher_bytes: int
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all exports and of the weights of stage ends, which a run never deletes."""
-        return self.weights * self.weights_bytes + self.exports * self.export_bytes
+        """Bytes of what a run never deletes: exports, weights of stage ends, stored teacher."""
+        exports = self.weights * self.weights_bytes + self.exports * self.export_bytes
+        return exports + self.teacher_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -64,6 +68,7 @@ def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1
         weights_bytes=weights,
         exports=_exports(config, stages),
         export_bytes=_export_bytes(config, architecture),
+        teacher_bytes=stored_bytes(config),
     )
 
 

@@ -107,6 +107,18 @@ class Evaluator(Protocol):
         ...
 
 
+class TeacherStore(Protocol):
+    """Stores the teacher's distributions for later runs; every rank calls it."""
+
+    def store(self, watch: Watch) -> bool:
+        """Store what is missing; return False if the run must stop before that.
+
+        Raises:
+            ValueError: The folder holds other files, or a file cannot be written.
+        """
+        ...
+
+
 class Watch(Protocol):
     """Connects the loop with its launcher: heartbeats, requests to stop, finished stages."""
 

@@ -12,6 +12,7 @@ from dms_train.method.plan import StepPlan, StepResult
 from dms_train.training.engine import (
     Evaluator,
     Exporter,
+    TeacherStore,
     TokenSource,
     TrainEngine,
     Validator,
@@ -40,6 +41,7 @@ class TrainerComponents:
     exporter: Exporter
     validator: Validator
     evaluator: Evaluator
+    teacher_pass: TeacherStore
     reporter: Reporter
     watch: Watch
     saver: Saver
@@ -99,7 +101,10 @@ def _name(stage: Stage | Action) -> str:
 
 def _act(action: Action, state: TrainState, components: TrainerComponents) -> None:
     components.engine.end_training()
-    if action == "export":
+    if action == "teacher_logits":
+        if not components.teacher_pass.store(components.watch):
+            return
+    elif action == "export":
         _export_final(state, components)
     elif action == "validate_export":
         numbers = components.validator.validate()

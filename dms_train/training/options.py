@@ -16,7 +16,8 @@ EVICTING_STAGES = ("retrofit", "hold")
 RETROFIT_STAGES = ("zero_neuron", *EVICTING_STAGES)
 TRAINED_STAGES = ("pretrain", *RETROFIT_STAGES)
 VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
-STAGES = (*TRAINED_STAGES, "export", VALIDATE_EXPORT, RUN_TASKS)
+TEACHER_LOGITS = "teacher_logits"
+STAGES = (TEACHER_LOGITS, *TRAINED_STAGES, "export", VALIDATE_EXPORT, RUN_TASKS)
 _SEEDS = 2**32
 
 
@@ -126,6 +127,40 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLogitsOptions:
+    """Store the original's most probable tokens of every position, for later runs.
+
+    Attributes:
+        samples: Number of training samples, a multiple of `data.global_batch_size`. A run that
+            reads them takes at most as many. The samples of evaluations are stored too.
+        top_k: Stored tokens of a position, each with its probability; one more number is the
+            probability of all others together.
+    """
+
+    samples: Annotated[int | None, AtLeast(1)] = None
+    top_k: Annotated[int, AtLeast(1)] = 64
+
+
+NO_TEACHER_LOGITS = TeacherLogitsOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherOptions:
+    """The frozen original that a loss compares the student with.
+
+    Attributes:
+        logits: Run folder of a finished stage `teacher_logits` with the same model, data, split,
+            sequence length, seed and temperature. Its files replace the teacher. None runs the
+            original beside the student.
+    """
+
+    logits: str | None = None
+
+
+LIVE_TEACHER = TeacherOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions:
     """Stages to run, in order, and one block of settings for each."""
 
@@ -135,6 +170,7 @@ class StageOptions:
     retrofit: RetrofitOptions
     hold: HoldOptions
     export: ExportOptions
+    teacher_logits: TeacherLogitsOptions = NO_TEACHER_LOGITS
 
     def check(self, path: str) -> Iterator[str]:
         """Yield one line for stages that are unknown or in a wrong order."""
@@ -152,6 +188,11 @@ class StageOptions:
             yield (
                 f"{path}.run=[{', '.join(self.run)}]: run each stage once, as "
                 f"[{', '.join(ordered)}]"
+            )
+        if TEACHER_LOGITS in self.run and len(self.run) > 1:
+            yield (
+                f"{path}.run: {TEACHER_LOGITS} and {self.run[1]} are different runs; run "
+                f"[{TEACHER_LOGITS}], then the others with teacher.logits set to its run.dir"
             )
         late = [name for name in self.run if name in RETROFIT_STAGES]
         if "pretrain" in self.run and late:

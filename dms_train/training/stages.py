@@ -21,7 +21,7 @@ from dms_train.training.options import (
     ZeroNeuronOptions,
 )
 
-Action = Literal["export", "validate_export", "run_tasks"]
+Action = Literal["teacher_logits", "export", "validate_export", "run_tasks"]
 # Actions take no step.
 _ACTIONS: dict[str, Action] = {name: name for name in get_args(Action)}
 

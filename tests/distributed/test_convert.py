@@ -149,6 +149,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "glm4": {"head_dim": 12, "partial_rotary_factor": 2 / 3},
     "phi3": {"head_dim": 8, "partial_rotary_factor": 0.75},
+    "olmo3": {
+        "head_dim": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "sliding_window": 9,
+    },
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }

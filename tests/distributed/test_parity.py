@@ -125,6 +125,7 @@ CONTEXT_CASES = [
     ("qwen2", "dms", "selective_cp2_pp2_vp2", "mixed"),
     ("qwen2", "dms", "dp2_cp2", "packed"),
     ("gemma3_text", "dms", "cp2", "packed"),
+    ("olmo3", "dms", "cp2_tp2", "packed"),
 ]
 # By default packed documents run in these layouts, which between them shard and recompute
 # everything.

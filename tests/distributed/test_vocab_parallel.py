@@ -14,10 +14,17 @@ from torch import Tensor
 from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.layers.vocabulary_losses import Projection, distillation_kl, next_token_loss
+from dms_train.mcore.layers.vocabulary_losses import (
+    Projection,
+    distillation_kl,
+    next_token_loss,
+    support_kl,
+    top_logits,
+)
 from dms_train.mcore.options import ParallelOptions
 from dms_train.method import losses
 from tests.support.ranks import values_of_ranks
+from tests.support.top_logits_cases import merged_divergence
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 TP_SIZES = (2, 4)
@@ -26,6 +33,7 @@ VOCABULARIES = (61, 100, 128)  # with 61 whole shards are padding
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TEMPERATURES = {"fp32": 2.0, "bf16": 1.0}
 LOSSES = ("teacher_student", "student_teacher", "same", "lm")
+SUPPORT = 40  # larger than a shard of four
 
 
 def hidden(seed: int, dtype: str) -> Tensor:
@@ -67,8 +75,13 @@ def one(loss: str, vocab: int, dtype: str, view: ParallelView) -> dict[str, Tens
     else:
         teacher = projection(0 if loss == "same" else 1, vocab, dtype, view)
         direction = "teacher_student" if loss == "same" else loss
-        divergence = Divergence(direction, TEMPERATURES[dtype])
-        value = distillation_kl(student, teacher, divergence, vocab, view.tp_group)
+        divergence = Divergence(direction.removeprefix("stored-"), TEMPERATURES[dtype])
+        if direction.startswith("stored-"):
+            support = top_logits(teacher, SUPPORT, divergence.temperature, vocab, view.tp_group)
+            stored = support.map(lambda x: x.transpose(0, 1))
+            value = support_kl(student, stored, divergence, vocab, view.tp_group)
+        else:
+            value = distillation_kl(student, teacher, divergence, vocab, view.tp_group)
     (value * weights()).sum().backward()
     assert student.hidden.grad is not None
     assert student.weight.grad is not None
@@ -86,6 +99,10 @@ def work(out: Path) -> None:
             f"{loss}-{vocab}-{dtype}.{name}": tensor.contiguous()
             for loss, vocab, dtype in itertools.product(LOSSES, VOCABULARIES, DTYPES)
             for name, tensor in one(loss, vocab, dtype, view).items()
+        } | {
+            f"{loss}-61-fp32.{name}": tensor.contiguous()
+            for loss in (f"stored-{direction}" for direction in PLAIN)
+            for name, tensor in one(loss, 61, "fp32", view).items()
         }
         save_file(results, out / f"tp{tp}-dp{view.dp_rank}-rank{view.tp_rank}.safetensors")
         groups.stop(keep_process_group=True)
@@ -160,6 +177,26 @@ def test_sharded_loss_and_gradients_equal_the_whole(
         error = ((found - exact).norm() / exact.norm().clamp(min=1e-3)).item()
         assert error < (1e-2 if dtype == "bf16" else 1e-5)
     assert (found_weight[vocab:] == 0).all()
+
+
+@pytest.mark.parametrize("direction", PLAIN)
+@pytest.mark.parametrize("tp", TP_SIZES)
+def test_sharded_loss_of_a_stored_teacher_equals_the_whole(
+    folder: Path, tp: int, direction: str
+) -> None:
+    ranks = shards(folder, tp, f"stored-{direction}-61-fp32")
+    states, output = hidden(0, "fp32").double(), weight(0, 61, "fp32").double()
+    other = hidden(1, "fp32").double() @ weight(1, 61, "fp32")[:61].double().t()
+    task = Divergence(direction, TEMPERATURES["fp32"])
+    leaves = states.requires_grad_(), output.requires_grad_()
+    value = merged_divergence(states @ output[:61].t(), other, other.topk(SUPPORT).indices, task)
+    exact = torch.autograd.grad((value * weights()).sum(), leaves)
+    d_hidden = torch.stack([rank[1].double() for rank in ranks]).sum(0)
+    d_weight = torch.cat([rank[2].double() for rank in ranks])
+    for rank in ranks:
+        torch.testing.assert_close(rank[0].double(), value.detach(), rtol=0, atol=1e-5)
+    for found, whole in zip((d_hidden, d_weight), exact, strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

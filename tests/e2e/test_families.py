@@ -10,13 +10,14 @@ import pytest
 
 from dms_train import LLM, SamplingParams
 from dms_train.families import LayerAttention
-from tests.support import launch, refusals
+from tests.support import launch, refusals, yarn
 from tests.support.experts import experts_of
 
 LAYERS = (LayerAttention(rotary_base=1e3, window=16), LayerAttention(rotary_base=1e4))
 MODELS = {
     "gemma3_text": {"layers": LAYERS},
     "glm4": {"partial_rotary_factor": 0.5},
+    "olmo3": {"layers": LAYERS, "rope_scaling": yarn.RULE},
     "phi3": {"partial_rotary_factor": 0.5},
     "qwen3_moe": {"experts": experts_of("qwen3_moe")},
 }
@@ -58,6 +59,6 @@ def test_a_model_is_retrofitted_exported_and_generates(tmp_path: Path, family: s
     export = str(tmp_path / "run" / "exports" / "final" / "hf")
     verified = launch.module("dms_train.checkpoints_tools.verify", export)
     assert "PASS" in launch.checked(verified)
-    params = SamplingParams(max_tokens=8, temperature=0.0)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     output = LLM(export, device="cpu").generate("1: Solve 4*c + 15 = 6*c - 15 for c.\n", params)[0]
     assert len(output.outputs[0].token_ids) == 8

@@ -31,6 +31,7 @@ LAYERS = tuple(LayerAttention(rotary_base=1e4, window=window) for window in (12,
 MODELS = {
     "gemma3_text": {"kv_channels": 256},
     "llama": {},
+    "olmo3": {},
     "qwen3_moe": {},
     "qwen3": {"layers": LAYERS},
 }
@@ -124,7 +125,7 @@ def test_the_fused_engine_generates_the_same_tokens(preset: str | None, policy: 
 
 
 @pytest.mark.parametrize("preset", ["dms", None])
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "qwen3_moe", "qwen3"])
 def test_experts_and_windows_in_bf16_follow_torch_in_float32(
     family: str, preset: str | None
 ) -> None:

@@ -33,6 +33,19 @@ def test_divergence_and_gradient_equal_float64(problem: Rows, task: Divergence) 
     support.assert_near(found, exact, problem, task.temperature)
 
 
+@pytest.mark.parametrize("task", support.DIVERGENCES, ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [*support.STORED_PROBLEMS, Rows(5, 151936, 151936, dtype=torch.bfloat16, splits=2)],
+    ids=str,
+)
+def test_divergence_from_a_stored_teacher_equals_float64(problem: Rows, task: Divergence) -> None:
+    kernels, k = dispatch.vocabulary_losses(torch.device("cuda")), 4
+    found = support.stored_divergence(kernels, problem, task, "cuda", k)
+    exact = support.exact_stored_divergence(problem, task, "cuda", k)
+    support.assert_near(found, exact, problem, task.temperature)
+
+
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_likelihood_and_gradient_equal_float64(problem: Rows) -> None:
     kernels = dispatch.vocabulary_losses(torch.device("cuda"))

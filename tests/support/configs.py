@@ -34,6 +34,7 @@ MAPPING: dict[str, Any] = {
     },
     "parallel": {},
     "loss": {},
+    "teacher": {},
     "optim": {"lr": 1e-4},
     "observe": {},
     "run": {"dir": "outputs/test"},

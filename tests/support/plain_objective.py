@@ -20,6 +20,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.method.dms.spec import DMSOptions
 from dms_train.method.plan import StepPlan
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
+from tests.support import yarn
 
 Weights = dict[str, Tensor]  # float64, by Hugging Face name
 SANDWICH = ("gemma3_text", "glm4")  # families that also normalise what a layer adds
@@ -165,24 +166,24 @@ def forward(
     noise: Tensor,
 ) -> tuple[Tensor, _Decided]:
     """Logits [b, t, vocabulary] and what the decisions of all layers sum up to."""
-    gemma, sandwich = a.family == "gemma3_text", a.family in SANDWICH
+    gemma, olmo, sandwich = a.family == "gemma3_text", a.family == "olmo3", a.family in SANDWICH
     hidden = weights["model.embed_tokens.weight"][tokens] * (a.hidden_size**0.5 if gemma else 1)
     total = _Decided(*(torch.zeros(len(tokens), dtype=torch.float64) for _ in range(3)))
     for layer in range(a.num_layers):
         prefix = f"model.layers.{layer}."
         own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-        normed = _rms_norm(hidden, own["input_layernorm.weight"], a)
+        normed = hidden if olmo else _rms_norm(hidden, own["input_layernorm.weight"], a)
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
         attended, decided = _attention(alone, spec, plan, own, normed, noise[layer])
-        if sandwich:
+        if sandwich or olmo:
             attended = _rms_norm(attended, own["post_attention_layernorm.weight"], a)
         hidden = hidden + attended
         total = _Decided(*(x + y for x, y in zip(total, decided, strict=True)))
         before_mlp = "pre_feedforward" if sandwich else "post_attention"
-        normed = _rms_norm(hidden, own[f"{before_mlp}_layernorm.weight"], a)
+        normed = hidden if olmo else _rms_norm(hidden, own[f"{before_mlp}_layernorm.weight"], a)
         gate, up = (normed @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
         update = ((_gelu if gemma else _silu)(gate) * up) @ own["mlp.down_proj.weight"].T
-        if sandwich:
+        if sandwich or olmo:
             update = _rms_norm(update, own["post_feedforward_layernorm.weight"], a)
         hidden = hidden + update
     head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
@@ -213,8 +214,11 @@ def _attention(
         x @ own[f"self_attn.{n}_proj.weight"].T + own.get(f"self_attn.{n}_proj.bias", 0.0)
         for n in "qkv"
     )
+    if a.family == "olmo3":  # over all heads
+        q = _rms_norm(q, own["self_attn.q_norm.weight"], a)
+        k = _rms_norm(k, own["self_attn.k_norm.weight"], a)
     q, k, v = q.view(b, t, g, r, d), k.view(b, t, g, d), v.view(b, t, g, d)
-    if "self_attn.q_norm.weight" in own:
+    if a.family != "olmo3" and "self_attn.q_norm.weight" in own:
         q = _rms_norm(q, own["self_attn.q_norm.weight"], a)
         k = _rms_norm(k, own["self_attn.k_norm.weight"], a)
     window = a.layers[0].window
@@ -280,6 +284,10 @@ def _rope(a: Architecture, x: Tensor) -> Tensor:
     turned = round(half * a.partial_rotary_factor)
     frequencies = [_scaled(a, base ** (-n / turned)) for n in range(turned)]
     frequencies += [0.0] * (half - turned)
+    scale = 1.0
+    if a.family == "olmo3" and a.layers[0].window is None:
+        frequencies = yarn.frequencies(a.rope_scaling, base, half)
+        scale = a.rope_scaling.attention_factor
     angle = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(frequencies).double()
     angle = angle.view(1, x.shape[1], *[1] * (x.dim() - 3), half)
     first, second = x[..., :half], x[..., half:]
@@ -287,7 +295,7 @@ def _rope(a: Architecture, x: Tensor) -> Tensor:
         first * angle.cos() - second * angle.sin(),
         second * angle.cos() + first * angle.sin(),
     )
-    return torch.cat(halves, -1)
+    return scale * torch.cat(halves, -1)
 
 
 def _scaled(a: Architecture, frequency: float) -> float:

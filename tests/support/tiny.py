@@ -9,6 +9,7 @@ from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from dms_train.method.documents import PackedDocuments
+from tests.support import yarn
 from tests.support.experts import experts_of
 
 VOCAB = 61
@@ -18,8 +19,8 @@ LENGTH = 24
 def architecture(family: str, **changes: object) -> Architecture:
     """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied.
 
-    SmolLM3 has RoPE in every second layer, Gemma 3 a window and another base in every second one.
-    Phi-3 and GLM-4 rotate half of each head.
+    SmolLM3 has RoPE in every second layer, Gemma 3 a window and another base in every second one,
+    OLMo 3 YaRN in layers without a window. Phi-3 and GLM-4 rotate half of each head.
     """
     values: dict[str, object] = {
         "family": family,
@@ -28,13 +29,14 @@ def architecture(family: str, **changes: object) -> Architecture:
         "ffn_hidden_size": 48,
         "num_attention_heads": 8,
         "num_query_groups": 4,
-        "kv_channels": 16 if family in ("gemma3_text", "qwen3") else 4,
+        "kv_channels": 16 if family in ("gemma3_text", "olmo3", "qwen3") else 4,
         "vocab_size": VOCAB,
         "max_position_embeddings": 64,
         "rotary_base": 10000.0,
         "layernorm_epsilon": 1e-6,
         "tie_word_embeddings": family != "qwen2",
         "experts": experts_of(family),
+        "rope_scaling": yarn.RULE if family == "olmo3" else None,
     }
     if family in ("glm4", "phi3"):
         values |= {"kv_channels": 8, "partial_rotary_factor": 0.5}
@@ -44,6 +46,9 @@ def architecture(family: str, **changes: object) -> Architecture:
         values["layers"] = tuple(LayerAttention(rotary_base=1e4 if r else None) for r in rotated)
     if family == "gemma3_text":
         local = LayerAttention(rotary_base=1e2, window=7)
+        values["layers"] = (local, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)
+    if family == "olmo3":
+        local = LayerAttention(rotary_base=1e4, window=7)
         values["layers"] = (local, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)
     return Architecture(**values)
 

@@ -144,6 +144,10 @@ class FakeParts:
         self.events.append(("validate",))
         return {"cr_factor": 2.5}
 
+    def store(self, watch: Any) -> bool:
+        self.events.append(("store",))
+        return self.stops_at is None
+
     def evaluate_tasks(self) -> dict[str, float]:
         self._maybe_fail("tasks")
         self.events.append(("tasks",))
@@ -207,6 +211,7 @@ def components(fakes: FakeParts, folder: Path, **options: Any) -> TrainerCompone
         exporter=fakes,
         validator=fakes,
         evaluator=fakes,
+        teacher_pass=fakes,
         reporter=reporter,
         watch=fakes,
         saver=Saver(

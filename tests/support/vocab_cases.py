@@ -11,6 +11,7 @@ from torch import Tensor
 from dms_train.kernels.losses import vocabulary as vocab_loss
 from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.method import losses
+from tests.support.top_logits_cases import merged_divergence
 
 DIRECTIONS = {
     "teacher_student": losses.kl_teacher_student,
@@ -71,6 +72,8 @@ PROBLEMS = [
     Rows(2, 4099, 4112, "peaked", torch.bfloat16),
 ]
 
+STORED_PROBLEMS = [problem for problem in PROBLEMS if problem.kind in ("normal", "peaked")]
+
 
 def divergence(kernels: Any, problem: Rows, task: Divergence, device: str) -> tuple[Tensor, Tensor]:
     """(loss [rows], gradient [rows, width]) of the functions in `kernels`."""
@@ -84,6 +87,43 @@ def divergence(kernels: Any, problem: Rows, task: Divergence, device: str) -> tu
         kernels.divergence_gradient_(p, q, columns, rows, task)
     gradient = [(q if task.student_is_q else p) for _, (p, q) in shards]
     return kl * task.temperature**2, torch.cat(gradient, -1)
+
+
+def stored_divergence(
+    kernels: Any, problem: Rows, task: Divergence, device: str, k: int
+) -> tuple[Tensor, Tensor]:
+    """The same from the teacher's k largest logits and the sum of the others."""
+    student, teacher = problem.logits(0, device), problem.logits(1, device)
+    ids = teacher[:, : problem.columns].topk(k).indices
+    each = problem.width // problem.splits
+
+    def merged(shards: list[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, Tensor]:
+        tails, support = [], torch.zeros(k, problem.rows, device=device)
+        for shard, (columns, (x,)) in enumerate(shards):
+            support += vocab_loss.take_support_(x, ids - shard * each, columns).t()
+            tails.append(kernels.divergence_statistics(x, x, columns, task.temperature)[:2])
+        return vocab_loss.merge_support(torch.stack(tails), support / task.temperature)
+
+    own = problem.shards(student)
+    (log_q, total), (log_p, _) = merged(own), merged(problem.shards(teacher))
+    kl, rows, gradient = vocab_loss.support_divergence(log_q, log_p, total, task)
+    for shard, (columns, (x,)) in enumerate(own):
+        kernels.divergence_gradient_(x, x, columns, rows, task)
+        vocab_loss.add_at_(x, ids - shard * each, columns, gradient.t())
+    return kl * task.temperature**2, torch.cat([x for _, (x,) in own], -1)
+
+
+def exact_stored_divergence(
+    problem: Rows, task: Divergence, device: str, k: int
+) -> tuple[Tensor, Tensor]:
+    """The same from plain torch in float64."""
+    leaf = problem.logits(0, device)[:, : problem.columns].double().requires_grad_()
+    # the order of equal logits is that of `stored_divergence`
+    teacher = problem.logits(1, device)[:, : problem.columns]
+    loss = merged_divergence(leaf, teacher.double(), teacher.topk(k).indices, task)
+    loss.sum().backward()
+    assert leaf.grad is not None
+    return loss.detach(), F.pad(leaf.grad, (0, problem.width - problem.columns))
 
 
 def exact_divergence(problem: Rows, task: Divergence, device: str) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dms_train.app import session
 from dms_train.app.start_point import find_start
+from dms_train.hf.architecture import RopeScaling
 from dms_train.hf.directory import WeightReader
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
@@ -23,7 +24,7 @@ from dms_train.mcore.model.model import transformer_config
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.observe.state_files import StateFiles
 from dms_train.training.state import TrainState
-from tests.support import refusals
+from tests.support import refusals, yarn
 from tests.support.wiring import Assets, Built
 
 SOFT = StepPlan(step=3, channel_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
@@ -137,6 +138,11 @@ def frequencies(built: Built) -> Tensor:
 def slowest(built: Built) -> float:
     """Positions in which the slowest pair of channels turns by one radian."""
     return 1 / float(frequencies(built)[-1])
+
+
+def slowest_of_yarn(rule: RopeScaling) -> float:
+    """`slowest` of a head of 8 channels and base 10000."""
+    return 1 / yarn.frequencies(rule, 10000.0, 4)[-1]
 
 
 def llama3_frequency(plain: float, factor: float) -> float:

@@ -101,11 +101,12 @@ class DMCAttention(_Mixed):
             states = list(mixed.split((mixed.shape[-1] - 2 * keys, keys, keys), -1))
         else:
             states = [p(hidden) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        states = [x.unflatten(-1, (-1, self.head_dim)) for x in states]
         for number, norm in enumerate(("q_norm", "k_norm")):
             if hasattr(self, norm):
-                states[number] = getattr(self, norm)(states[number])
-        return [x.transpose(1, 2) for x in states]
+                normalise = getattr(self, norm)
+                width = normalise.weight.shape[0]  # a head, or all heads as in OLMo 3
+                states[number] = normalise(states[number].unflatten(-1, (-1, width))).flatten(-2)
+        return [x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in states]
 
     def _before(self, cache: Cache | None, like: Tensor) -> Tensor:
         """Read what new tokens merge from the cache, [batch, kv_heads, tokens, 2 d + 2]."""

@@ -113,11 +113,12 @@ class DMSAttention(_Mixed):
             states = list(mixed.split((mixed.shape[-1] - 2 * keys, keys, keys), -1))
         else:
             states = [p(hidden) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        states = [x.unflatten(-1, (-1, self.head_dim)) for x in states]
         for number, norm in enumerate(("q_norm", "k_norm")):
             if hasattr(self, norm):
-                states[number] = getattr(self, norm)(states[number])
-        return [x.transpose(1, 2) for x in states]
+                normalise = getattr(self, norm)
+                width = normalise.weight.shape[0]  # a head, or all heads as in OLMo 3
+                states[number] = normalise(states[number].unflatten(-1, (-1, width))).flatten(-2)
+        return [x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in states]
 
     def _remember(
         self, key: Tensor, value: Tensor, decisions: Tensor, cache: Cache | None
@@ -203,6 +204,8 @@ class DMSAttention(_Mixed):
         decisions, query = self._decide(query)
         if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
             query, key = self.rotate(query, key, *position_embeddings)
+            # OLMo 3 rotates in float32
+            query, key = query.to(value.dtype), key.to(value.dtype)
         if self.dms.numbers.clear_after_rope and not self.has_window:
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dms_train.hf.architecture import Architecture
+from dms_train.hf.architecture import Architecture, Rope, RopeScaling
+from dms_train.hf.rope import yarn_frequencies
 from dms_train.inference.cache.interface import AttentionStep, KVCache
 from dms_train.inference.models.batch import MicroBatch
 from dms_train.kernels import dispatch
@@ -42,39 +43,42 @@ class AttentionInputs(NamedTuple):
     Attributes:
         cache: KV cache.
         micro_batches: Sequences of the pass.
-        angles: RoPE of each micro-batch, by the base of a layer.
+        angles: Rotation of each micro-batch, by the RoPE of a layer.
     """
 
     cache: KVCache
     micro_batches: list[MicroBatch]
-    angles: dict[float | None, list[Angles]]
+    angles: dict[Rope, list[Angles]]
 
 
-def rotary_frequencies(a: Architecture, base: float | None, device: torch.device) -> Tensor:
-    """Return the RoPE frequencies of layers with this base in radians per position.
+def rotary_frequencies(a: Architecture, rope: Rope, device: torch.device) -> Tensor:
+    """Return the frequencies of RoPE in radians per position.
 
     Args:
-        a: The model, whose scaling is a rule for `a.rotary_base`.
-        base: Base of RoPE; None for layers without RoPE, whose frequencies are zero.
+        a: The model.
+        rope: RoPE of a layer; the frequencies are zero without a base.
         device: Device of the result.
 
     Returns:
         float32 [d / 2]; zero for channels that RoPE does not rotate.
     """
-    if base is None:
+    if rope.base is None:
         return torch.zeros(a.kv_channels // 2, device=device)
-    frequency = _rotated_frequencies(a, base, device)
+    frequency = _rotated_frequencies(a.rotary_channels, rope.base, rope.scaling, device)
     return F.pad(frequency, (0, a.kv_channels // 2 - len(frequency)))
 
 
-def _rotated_frequencies(a: Architecture, base: float, device: torch.device) -> Tensor:
-    even = torch.arange(0, a.rotary_channels, 2, dtype=torch.int64, device=device)
-    frequency = 1.0 / base ** (even.float() / a.rotary_channels)
-    rule = a.rope_scaling
-    if rule is None or base != a.rotary_base:
+def _rotated_frequencies(
+    channels: int, base: float, rule: RopeScaling | None, device: torch.device
+) -> Tensor:
+    even = torch.arange(0, channels, 2, dtype=torch.int64, device=device)
+    frequency = 1.0 / base ** (even.float() / channels)
+    if rule is None:
         return frequency
     if rule.rope_type == "linear":
         return frequency / rule.factor
+    if rule.rope_type == "yarn":
+        return yarn_frequencies(frequency, base, rule)
     turns = rule.original_max_position_embeddings * frequency / (2 * math.pi)
     share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
     share = share.clamp(0, 1)
@@ -83,12 +87,11 @@ def _rotated_frequencies(a: Architecture, base: float, device: torch.device) -> 
 
 def layer_frequencies(a: Architecture, device: torch.device) -> Tensor:
     """Return the RoPE frequencies of every layer, [layers, d / 2]; 0 in layers without RoPE."""
-    layers = a.attention_layers
-    return torch.stack([rotary_frequencies(a, layer.rotary_base, device) for layer in layers])
+    return torch.stack([rotary_frequencies(a, rope, device) for rope in a.ropes])
 
 
 def rotary_tables(
-    a: Architecture, position: Tensor, dtype: torch.dtype, base: float | None
+    a: Architecture, position: Tensor, dtype: torch.dtype, rope: Rope
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of RoPE, [t, 1, 1, d] each, for int64 positions [t].
 
@@ -96,11 +99,12 @@ def rotary_tables(
         a: The model.
         position: Positions.
         dtype: Dtype of the tables.
-        base: Base of RoPE; None for layers without RoPE, whose angles are zero.
+        rope: RoPE of a layer; the angles are zero without a base.
     """
-    angle = position[:, None].float() * rotary_frequencies(a, base, position.device)
+    angle = position[:, None].float() * rotary_frequencies(a, rope, position.device)
     angle = torch.cat([angle, angle], -1)[:, None, None]
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    factor = rope.attention_factor
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 class RMSNorm(nn.Module):
@@ -132,6 +136,15 @@ class RMSNorm(nn.Module):
             return kernels.add_norm(residual, update, self.weight, self.epsilon)
         residual = residual + update
         return residual, self(residual)
+
+
+class NoNorm(nn.Identity):
+    """Takes the place of a norm in layers that do not normalise their inputs."""
+
+    def added(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream plus an update twice, [t, size] each."""
+        residual = residual + update
+        return residual, residual
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -182,7 +195,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         own = a.attention_layers[layer]
-        self.rotary_base = own.rotary_base
+        self.rope = a.ropes[layer]
         self.spec = spec if own.window is None else None
         self.groups, self.size = a.num_query_groups, a.kv_channels
         queries, keys = a.num_attention_heads * self.size, self.groups * self.size
@@ -190,15 +203,24 @@ class Attention(nn.Module):
         self._widths = (queries, keys, keys)
         self.qkv_proj = nn.Linear(a.hidden_size, sum(self._widths), bias=bias)
         self.o_proj = nn.Linear(queries, a.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
-        self.k_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
+        self.q_norm, self.k_norm = self._head_norms(a)
         self.decision_projection = decision_projection and own.window is None
         if self.decision_projection:
             self.dms_proj_alpha = nn.Linear(a.hidden_size, self.groups, bias=bias)
             self.dms_proj_alpha_norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
-    def _heads(self, states: Tensor) -> Tensor:
-        """Convert [t, g * r * d] to [t, g, r, d]."""
+    def _head_norms(self, a: Architecture) -> tuple[nn.Module, nn.Module]:
+        """Make the norms of queries and keys."""
+        if not a.qk_layernorm:
+            return nn.Identity(), nn.Identity()
+        widths = self._widths[:2] if a.described.joint_qk_norm else (self.size, self.size)
+        query, key = (RMSNorm(width, a.layernorm_epsilon) for width in widths)
+        return query, key
+
+    def _heads(self, states: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Convert [t, g * r * d] to [t, g, r, d], and normalise."""
+        if isinstance(norm, RMSNorm):  # over a head, or over all heads
+            states = norm(states.unflatten(-1, (-1, norm.weight.numel())))
         return states.view(len(states), self.groups, -1, self.size)
 
     def _projected_decisions(self, residual: Tensor) -> Tensor:
@@ -220,10 +242,10 @@ class Attention(nn.Module):
         Returns:
             Update [t, c] and slots read, int64 [sequences, g].
         """
-        query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
-        query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = self.qkv_proj(x).split(self._widths, -1)
+        query, key = self._heads(query, self.q_norm), self._heads(key, self.k_norm)
         outputs, reads = [], []
-        pairs = zip(inputs.micro_batches, inputs.angles[self.rotary_base], strict=True)
+        pairs = zip(inputs.micro_batches, inputs.angles[self.rope], strict=True)
         for index, (batch, angles) in enumerate(pairs):
             decision_projection = None
             if self.decision_projection:
@@ -231,7 +253,7 @@ class Attention(nn.Module):
             step = AttentionStep(
                 query=batch.take(query),
                 key=batch.take(key),
-                value=batch.take(value),
+                value=batch.take(self._heads(value)),
                 cos=angles.cos,
                 sin=angles.sin,
                 position=batch.position,

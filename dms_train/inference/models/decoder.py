@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dms_train.hf.architecture import Architecture
+from dms_train.hf.architecture import Architecture, Rope
 from dms_train.hf.embeddings import embedding_scale
 from dms_train.inference.cache.interface import KVCache, rotation_table
 from dms_train.inference.models.batch import TokenBatch
@@ -14,11 +14,16 @@ from dms_train.inference.models.blocks import (
     Angles,
     Attention,
     AttentionInputs,
+    NoNorm,
     RMSNorm,
     rotary_tables,
 )
 from dms_train.inference.models.experts import MixtureOfExperts
 from dms_train.method.base import MethodSpec
+
+
+def _input_norm(a: Architecture) -> RMSNorm | NoNorm:
+    return RMSNorm(a.hidden_size, a.layernorm_epsilon) if a.described.input_norms else NoNorm()
 
 
 class DecoderLayer(nn.Module):
@@ -31,11 +36,11 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(a, spec, layer, decision_projection)
         self.mlp: MLP | MixtureOfExperts
         self.mlp = MLP(a) if a.experts is None else MixtureOfExperts(a)
-        self.input_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
+        self.input_layernorm = _input_norm(a)
         self.post_attention_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
     def forward(
-        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm | NoNorm
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the layer.
 
@@ -61,11 +66,11 @@ class SandwichLayer(DecoderLayer):
         self, a: Architecture, spec: MethodSpec | None, layer: int, decision_projection: bool
     ) -> None:
         super().__init__(a, spec, layer, decision_projection)
-        self.pre_feedforward_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
+        self.pre_feedforward_layernorm = _input_norm(a)
         self.post_feedforward_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
     def forward(
-        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm | NoNorm
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the layer; arguments and results are those of `DecoderLayer`."""
         update, reads = self.self_attn(x, residual, inputs)
@@ -116,8 +121,8 @@ class Decoder(nn.Module):
         residual = self.embed_tokens(batch.tokens)
         if self.architecture.described.scaled_embeddings:
             residual = residual * embedding_scale(self.architecture, residual.dtype)
-        bases = {layer.self_attn.rotary_base for layer in self.decoder_layers}
-        angles = {base: self._angles(batch, residual.dtype, base) for base in bases}
+        ropes = {layer.self_attn.rope for layer in self.decoder_layers}
+        angles = {rope: self._angles(batch, residual.dtype, rope) for rope in ropes}
         inputs = AttentionInputs(cache, batch.micro_batches, angles)
         norms = [layer.input_layernorm for layer in self.decoder_layers]
         x, reads = norms[0](residual), []
@@ -126,9 +131,9 @@ class Decoder(nn.Module):
             reads.append(read)
         return x, torch.stack(reads)
 
-    def _angles(self, batch: TokenBatch, dtype: torch.dtype, base: float | None) -> list[Angles]:
-        """Return RoPE of each micro-batch for the layers with this base."""
-        cos, sin = rotary_tables(self.architecture, batch.position, dtype, base)
+    def _angles(self, batch: TokenBatch, dtype: torch.dtype, rope: Rope) -> list[Angles]:
+        """Return the rotation of each micro-batch."""
+        cos, sin = rotary_tables(self.architecture, batch.position, dtype, rope)
         angles = []
         for micro_batch in batch.micro_batches:
             own = micro_batch.take(cos), micro_batch.take(sin)

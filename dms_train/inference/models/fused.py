@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dms_train.hf.architecture import Rope
 from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import DecodeInputs
-from dms_train.inference.models.blocks import MLP, RMSNorm, rotary_tables
+from dms_train.inference.models.blocks import MLP, NoNorm, RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer, SandwichLayer
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
@@ -80,6 +81,11 @@ class _Buffers(NamedTuple):
     work: LinearWorkspace
 
 
+def _weight(norm: RMSNorm | NoNorm) -> Tensor:
+    assert isinstance(norm, RMSNorm)  # `can_fuse` refuses other layers
+    return norm.weight
+
+
 class FusedDecoder:
     """Decode steps of a decoder.
 
@@ -95,7 +101,7 @@ class FusedDecoder:
         self._kernels = dispatch.triton_kernels()
         position = torch.arange(longest, device=embedding.device)
         a = decoder.architecture
-        angles = rotary_tables(a, position, embedding.dtype, a.rotary_base)
+        angles = rotary_tables(a, position, embedding.dtype, Rope(a.rotary_base, a.rope_scaling))
         self._cos, self._sin = (table.view(longest, -1) for table in angles)
         self._layers = decoder.decoder_layers
         self._buffers: dict[int, _Buffers] = {}
@@ -116,13 +122,14 @@ class FusedDecoder:
             self._buffers[m] = self._allocate(m)
         memory = self._buffers[m]
         layers = self._layers
-        following = [layer.input_layernorm.weight for layer in layers[1:]] + [decoder.norm.weight]
+        first, *following = (_weight(layer.input_layernorm) for layer in layers)
+        following.append(decoder.norm.weight)
         kernels.embed(
             inputs.tokens,
             inputs.position,
             inputs.rows,
             EmbeddingTables(decoder.embed_tokens.weight, self._cos, self._sin, last),
-            norm=layers[0].input_layernorm.weight,
+            norm=first,
             residual=memory.residual,
             after=memory.normed,
             cos=memory.cos,
@@ -143,7 +150,7 @@ class FusedDecoder:
         query, key, value = heads.split(
             (heads.shape[1] - 2 * block.groups, block.groups, block.groups), 1
         )
-        turns = block.rotary_base is not None
+        turns = block.rope.base is not None
         cos, sin = (memory.cos, memory.sin) if turns else (memory.ones, memory.zeros)
         token = Step(query, key, value, cos, sin, inputs.position, inputs.rows, signal=None)
         norms = None

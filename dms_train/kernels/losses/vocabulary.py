@@ -152,3 +152,72 @@ def nll_gradient_(logits: Tensor, columns: int, rows: Tensor, labels: Tensor) ->
         here = (labels >= 0) & (labels < columns)
         gradient.scatter_add_(1, torch.where(here, labels, 0)[:, None], -here[:, None].float())
         logits[:, :columns] = gradient
+
+
+def take_support_(logits: Tensor, ids: Tensor, columns: int) -> Tensor:
+    """Take tokens out of a shard of the logits: return their logits, and write -inf there.
+
+    Args:
+        logits: [rows, width]; the tokens' logits are overwritten.
+        ids: int64 [rows, k], columns of this shard; any other value belongs to another rank.
+        columns: Columns that count.
+
+    Returns:
+        float32 [rows, k], 0 where a token belongs to another rank.
+    """
+    here = (ids >= 0) & (ids < columns)
+    values = logits.gather(1, torch.where(here, ids, 0))
+    add_at_(logits, ids, columns, here.new_full(here.shape, -torch.inf, dtype=logits.dtype))
+    return torch.where(here, values, 0).float()
+
+
+def add_at_(logits: Tensor, ids: Tensor, columns: int, values: Tensor) -> None:
+    """Add values [rows, k] to the columns `ids` of this shard, as `take_support_` reads them."""
+    here = (ids >= 0) & (ids < columns)
+    added = torch.where(here, values, 0).to(logits.dtype)
+    logits.scatter_add_(1, torch.where(here, ids, 0), added)
+
+
+def merge_support(tails: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distribution in which all tokens outside a support are one outcome.
+
+    Args:
+        tails: [ranks, 2, rows], maximum and sum of exp(x - maximum) of the other tokens of a rank.
+        support: [k, rows], logits of the support over the temperature.
+
+    Returns:
+        Log-probabilities of the support and of the other tokens, [k + 1, rows]; and the logarithm
+        of the sum of exp(x) of all tokens, [rows].
+    """
+    top, log_sum, _ = _merged(*tails.unbind(1))
+    outcomes = torch.cat([support, (top + log_sum)[None]])
+    total = outcomes.logsumexp(0)
+    return outcomes - total, total
+
+
+def support_divergence(
+    student: Tensor, teacher: Tensor, total: Tensor, divergence: Divergence
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the KL of two results of `merge_support`, and the inputs of its gradient.
+
+    Args:
+        student: Log-probabilities [k + 1, rows].
+        teacher: The same tokens, [k + 1, rows].
+        total: Second result of `merge_support` for the student, [rows].
+        divergence: Direction and temperature.
+
+    Returns:
+        KL [rows] in nats, without the factor of the temperature. Then the inputs [5, rows] with
+        which `divergence_gradient_` computes the gradient of the tokens outside the support, if p
+        and q are both the student's logits. Then the gradient of the support, [k, rows].
+    """
+    p, q = divergence.ordered(student, teacher)
+    ratio = torch.where(p > -torch.inf, p - q, 0.0)
+    kl = (p.exp() * ratio).sum(0)
+    gradient = q.exp() - p.exp() if divergence.student_is_q else p.exp() * (ratio - kl)
+    # outside the support the teacher's distribution has the shape of the student's
+    lower = (student[-1] - teacher[-1]).nan_to_num(nan=0.0)
+    zero = torch.zeros_like(total)
+    shifted = divergence.ordered(total, total + lower)
+    rows = torch.stack([zero, shifted[0], zero, shifted[1], kl])
+    return kl, rows, gradient[:-1] * divergence.temperature

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
@@ -182,7 +183,7 @@ class _LayerProjection(NamedTuple):
         assert table is not None
         d = attention.hidden_size_per_attention_head
         scaled = EvictionChannel(channel % d, attention.method.channel_scale, clear_after_rope)
-        if attention.config.qk_layernorm:
+        if not isinstance(attention.q_layernorm, IdentityOp):
             heads = self.heads()
             query, key, raw = triton_rope.rotate(heads.query, heads.key, table, scaled)
             value = heads.value

@@ -83,7 +83,8 @@ class LayerBackend(NamedTuple):
         name: `local` or `transformer_engine`.
         reason: Reason for the choice.
         norm: Norms that are not fused with a linear layer.
-        norm_linear: Projection out of the residual stream.
+        norm_linear: Projection out of the residual stream, after a norm.
+        linear: Projection out of the residual stream without a norm.
         row: Projection back into the residual stream.
         fuses_norm: Whether `norm_linear` normalises its input.
         norm_name: Package that `norm` comes from.
@@ -93,6 +94,7 @@ class LayerBackend(NamedTuple):
     reason: str
     norm: type
     norm_linear: type
+    linear: type
     row: type
     fuses_norm: bool
     norm_name: str
@@ -140,6 +142,7 @@ def choose(
             reason=missing if wanted == "auto" else "as configured",
             norm=norm,
             norm_linear=ColumnLinear,
+            linear=ColumnLinear,
             row=RowLinear,
             fuses_norm=False,
             norm_name=norm_name,
@@ -149,6 +152,7 @@ def choose(
         reason=f"version {te.get_te_version()}" + (" found" if wanted == "auto" else ""),
         norm=norm,
         norm_linear=te.TELayerNormColumnParallelLinear,
+        linear=te.TEColumnParallelLinear,
         row=te.TERowParallelLinear,
         fuses_norm=True,
         norm_name=f"transformer_engine and {norm_name}",

@@ -27,6 +27,7 @@ from dms_train.mcore.layers.adapters import AdaptedOutput, AdaptedQKV
 from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
 from dms_train.mcore.layers.backend import FusedGate, FusedRMSNorm, LayerBackend
 from dms_train.mcore.layers.experts import MixtureOfExperts
+from dms_train.mcore.layers.joint_norm import JointNorm
 from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm, SandwichLayer
 from dms_train.mcore.options import Trainable
 
@@ -35,17 +36,30 @@ _FUSED_ATTENTION = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 FUSED_NAMES = {**_FUSED_ATTENTION, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def _mlp(method: MethodState, layer_backend: LayerBackend) -> ModuleSpec:
+def _mlp(method: MethodState, layer_backend: LayerBackend, projection: type) -> ModuleSpec:
     submodules = MLPSubmodules(
-        linear_fc1=layer_backend.norm_linear,
+        linear_fc1=projection,
         activation_func=FusedGate if method.fused else None,
         linear_fc2=layer_backend.row,
     )
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
+def _head_norms(a: Architecture, norm: type) -> dict[str, type | ModuleSpec]:
+    """Return the norms of queries and keys."""
+    if not a.qk_layernorm:
+        return {"q_layernorm": IdentityOp, "k_layernorm": IdentityOp}
+    if not a.described.joint_qk_norm:
+        return {"q_layernorm": norm, "k_layernorm": norm}
+    heads = {"q_layernorm": a.num_attention_heads, "k_layernorm": a.num_query_groups}
+    return {
+        name: ModuleSpec(module=JointNorm, params={"heads": count, "fused": norm is FusedRMSNorm})
+        for name, count in heads.items()
+    }
+
+
 def _attention_spec(
-    config: TransformerConfig,
+    architecture: Architecture,
     method: MethodState,
     layer_backend: LayerBackend,
     train: Trainable,
@@ -53,8 +67,7 @@ def _attention_spec(
     decides: bool,
 ) -> ModuleSpec:
     """Describe the attention of a layer, with adapters where `train` asks for them."""
-    inner = layer_backend.norm if config.qk_layernorm else IdentityOp
-    linear_qkv, linear_proj = layer_backend.norm_linear, layer_backend.row
+    linear_qkv, linear_proj = _projection(architecture, layer_backend), layer_backend.row
     if (train.adapts and decides) or {"q", "k", "v"} & set(train.targets):
         values = {"trainable": train, "layer": method.layer if decides else None}
         linear_qkv = ModuleSpec(module=AdaptedQKV, params=values)
@@ -67,51 +80,57 @@ def _attention_spec(
             linear_qkv=linear_qkv,
             core_attention=partial(CoreAttention, method=method),
             linear_proj=linear_proj,
-            q_layernorm=inner,
-            k_layernorm=inner,
+            **_head_norms(architecture, layer_backend.norm),
         ),
     )
 
 
+def _projection(a: Architecture, layer_backend: LayerBackend) -> type:
+    """Return the projection out of the residual stream."""
+    return layer_backend.norm_linear if a.described.input_norms else layer_backend.linear
+
+
 def layer_spec(
-    config: TransformerConfig,
+    architecture: Architecture,
     method: MethodState,
     layer_backend: LayerBackend,
     train: Trainable,
     *,
     decides: bool,
-    sandwich: bool = False,
 ) -> ModuleSpec:
     """Describe one decoder layer.
 
     Args:
-        config: Megatron's configuration.
+        architecture: The model.
         method: State that the layers share.
         layer_backend: Linear layers and norms.
         train: Weights that train.
         decides: Whether the method acts on the layer.
-        sandwich: Whether the updates of the residual stream are normalised too.
     """
-    has_experts = config.num_moe_experts is not None
+    family, has_experts = architecture.described, architecture.experts is not None
     outer, fuses = layer_backend.norm, layer_backend.fuses_norm
     layer: type = TransformerLayer
-    if sandwich:
+    if family.sandwich_norms:
         layer = SandwichLayer
     elif outer is FusedRMSNorm and not fuses:
         layer, outer = ResidualLayer, ResidualNorm
-    if fuses:
+    if fuses or not family.input_norms:
         outer = IdentityOp
     fused_names = _FUSED_ATTENTION if has_experts else FUSED_NAMES
     return ModuleSpec(
         module=layer,
-        params={"norm": layer_backend.norm} if sandwich else {},
+        params={"norm": layer_backend.norm} if family.sandwich_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
-            self_attention=_attention_spec(config, method, layer_backend, train, decides=decides),
+            self_attention=_attention_spec(
+                architecture, method, layer_backend, train, decides=decides
+            ),
             self_attn_bda=get_bias_dropout_add,
             # router and experts share one norm
             pre_mlp_layernorm=layer_backend.norm if has_experts and fuses else outer,
-            mlp=MixtureOfExperts if has_experts else _mlp(method, layer_backend),
+            mlp=MixtureOfExperts
+            if has_experts
+            else _mlp(method, layer_backend, _projection(architecture, layer_backend)),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={} if fuses else fused_names,
         ),
@@ -130,7 +149,6 @@ def block_spec(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     first = get_transformer_layer_offset(config, vp_stage, stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
-    acts_on, sandwich = architecture.method_layers, architecture.described.sandwich_norms
-    common = config, method, layer_backend, train
-    specs = [layer_spec(*common, decides=n in acts_on, sandwich=sandwich) for n in layers]
+    common, acts_on = (architecture, method, layer_backend, train), architecture.method_layers
+    specs = [layer_spec(*common, decides=n in acts_on) for n in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=layer_backend.norm)

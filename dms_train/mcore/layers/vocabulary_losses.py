@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.kernels import dispatch
@@ -23,6 +24,7 @@ from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.options import LOGITS_CHUNK
+from dms_train.method.top_logits import TopLogits
 
 # Number of one model's logits that exist at a time. The logits that become the student's gradient
 # exist besides. A GPU needs many for efficient matrix products, a CPU few enough for its cache.
@@ -104,7 +106,7 @@ def _apply(student: Projection, row_loss: _RowLoss) -> Tensor:
     return losses.view(hidden.shape[:2])
 
 
-def _from_all_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def from_all_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather [ranks, ...] on all ranks."""
     if group.size() == 1:
         return x[None]
@@ -140,12 +142,101 @@ def distillation_kl(
         kernels = dispatch.vocabulary_losses(logits.device)
         p, q = divergence.ordered(logits, hidden[c] @ weight.t())
         statistics = kernels.divergence_statistics(p, q, columns, temperature)
-        kl, rows = vocab_loss.merge_divergence(_from_all_ranks(statistics, group))
+        kl, rows = vocab_loss.merge_divergence(from_all_ranks(statistics, group))
         if differentiable:
             kernels.divergence_gradient_(p, q, columns, rows, divergence)
         return kl * temperature**2
 
     return _apply(student, row_loss)
+
+
+def _without_support(
+    logits: Tensor, ids: Tensor, columns: int, temperature: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Take the columns `ids` out of `logits`; return `vocabulary.merge_support` of all ranks."""
+    support = vocab_loss.take_support_(logits, ids, columns) / temperature
+    kernels = dispatch.vocabulary_losses(logits.device)
+    tail = kernels.divergence_statistics(logits, logits, columns, temperature)[:2]
+    everyone = from_all_ranks(torch.cat([tail, support.t()]), group)
+    return vocab_loss.merge_support(everyone[:, :2], everyone[:, 2:].sum(0))
+
+
+def support_kl(
+    student: Projection,
+    teacher: TopLogits,
+    divergence: Divergence,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Compute the KL per position as `distillation_kl`, with a teacher that was stored.
+
+    All tokens outside the teacher's support are one outcome of both distributions.
+
+    Args:
+        student: With gradients to both of its tensors.
+        teacher: [b, s, k] and [b, s], with the temperature of `divergence`.
+        divergence: Direction and temperature.
+        vocab_size: Columns beyond it are padding and do not count.
+        group: Tensor-parallel group the vocabulary is sharded over.
+
+    Returns:
+        float32 [s, b], equal on all ranks of the group.
+    """
+    width, temperature = student.weight.shape[0], divergence.temperature
+    columns = valid_columns(width, vocab_size, group.rank())
+    log_probs, ids, log_tails = teacher.map(lambda x: x.transpose(0, 1).flatten(0, 1))
+
+    def row_loss(c: slice, logits: Tensor, differentiable: bool) -> Tensor:
+        local = ids[c].long() - group.rank() * width
+        log_q, total = _without_support(logits, local, columns, temperature, group)
+        # stored numbers are rounded, so that they do not add up to 1
+        log_p = torch.cat([log_probs[c].float().t(), log_tails[None, c]]).log_softmax(0)
+        kl, rows, gradient = vocab_loss.support_divergence(log_q, log_p, total, divergence)
+        if differentiable:
+            kernels = dispatch.vocabulary_losses(logits.device)
+            kernels.divergence_gradient_(logits, logits, columns, rows, divergence)
+            vocab_loss.add_at_(logits, local, columns, gradient.t())
+        return kl * temperature**2
+
+    return _apply(student, row_loss)
+
+
+def top_logits(
+    model: Projection, k: int, temperature: float, vocab_size: int, group: dist.ProcessGroup
+) -> TopLogits:
+    """Return the k most probable tokens of every position, and the mass of the others.
+
+    Args:
+        model: Factors of the logits, without gradients.
+        k: At most `vocab_size`.
+        temperature: Divides the logits.
+        vocab_size: Columns beyond it are padding and do not count.
+        group: Tensor-parallel group the vocabulary is sharded over.
+
+    Returns:
+        float32 and int32 [s, b, k] and float32 [s, b], equal on all ranks of the group.
+    """
+    hidden, width = model.hidden.flatten(0, 1), model.weight.shape[0]
+    columns = valid_columns(width, vocab_size, group.rank())
+    parts = []
+    for c in _chunks(len(hidden), width, hidden.device):
+        logits = hidden[c] @ model.weight.t()
+        ids = _largest(logits[:, :columns], k, group, width)
+        local = ids - group.rank() * width
+        outcomes, _ = _without_support(logits, local, columns, temperature, group)
+        parts.append(TopLogits(outcomes[:-1].t(), ids.int(), outcomes[-1]))
+    joined = TopLogits(*map(torch.cat, zip(*parts, strict=True)))
+    return joined.map(lambda x: x.unflatten(0, model.hidden.shape[:2]))
+
+
+def _largest(logits: Tensor, k: int, group: dist.ProcessGroup, width: int) -> Tensor:
+    """Return the tokens int64 [rows, k] with the largest logits of all ranks' columns."""
+    values, ids = logits.topk(min(k, logits.shape[1]))
+    missing = (0, k - values.shape[1])
+    values = F.pad(values, missing, value=-torch.inf)
+    ids = F.pad(ids + group.rank() * width, missing)
+    values, ids = (from_all_ranks(x, group).movedim(0, 1).flatten(1) for x in (values, ids))
+    return ids.gather(1, values.topk(k).indices)
 
 
 def next_token_loss(
@@ -169,7 +260,7 @@ def next_token_loss(
         targets = logits.gather(1, torch.where(here, local[c], 0)[:, None])[:, 0]
         targets = torch.where(here, targets.float(), 0.0)
         own = torch.cat([kernels.nll_statistics(logits, columns), targets[None]])
-        everyone = _from_all_ranks(own, group)
+        everyone = from_all_ranks(own, group)
         nll, rows = vocab_loss.merge_nll(everyone[:, :2], everyone[:, 2].sum(0))
         if differentiable:
             kernels.nll_gradient_(logits, columns, rows, local[c])
@@ -187,6 +278,7 @@ class OutputLosses(NamedTuple):
         labels: int64 [b, s].
         vocab_size: Columns beyond it are padding and do not count.
         group: Tensor-parallel group the vocabulary is sharded over.
+        stored: Teacher that was stored, [b, s, k] and [b, s]; None if there is none.
     """
 
     student: Projection
@@ -194,10 +286,14 @@ class OutputLosses(NamedTuple):
     labels: Tensor
     vocab_size: int
     group: dist.ProcessGroup
+    stored: TopLogits | None = None
 
     def divergence(self, direction: str, temperature: float) -> Tensor:
         """Compute the KL divergence [s, b] of student and teacher, times temperature squared."""
-        teacher, divergence = self._attached_teacher(), Divergence(direction, temperature)
+        divergence = Divergence(direction, temperature)
+        if self.stored is not None:
+            return support_kl(self.student, self.stored, divergence, self.vocab_size, self.group)
+        teacher = self._attached_teacher()
         return distillation_kl(self.student, teacher, divergence, self.vocab_size, self.group)
 
     def cross_entropy(self) -> Tensor:

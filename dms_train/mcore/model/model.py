@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dms_train.families import LayerAttention
-from dms_train.hf.architecture import Architecture
+from dms_train.hf.architecture import Architecture, Rope, RopeScaling
 from dms_train.hf.embeddings import embedding_scale
+from dms_train.hf.rope import yarn_frequencies
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
@@ -39,6 +39,7 @@ from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions, Traina
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.eviction_stats import EVICTION_STATS
+from dms_train.method.top_logits import TopLogits
 
 _ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core supports
 
@@ -64,8 +65,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         kv_channels=a.kv_channels,
         add_qkv_bias=a.add_qkv_bias,
         # makes megatron sum q and k norm gradients over the tensor-parallel group, also without
-        # sequence parallelism
-        qk_layernorm=a.qk_layernorm,
+        # sequence parallelism; joint norms are sharded
+        qk_layernorm=a.qk_layernorm and not a.described.joint_qk_norm,
         layernorm_epsilon=a.layernorm_epsilon,
         layernorm_zero_centered_gamma=a.described.centered_norms,
         softmax_scale=a.softmax_scale,
@@ -103,10 +104,9 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
     )
 
 
-def rope_arguments(architecture: Architecture) -> dict[str, Any]:
+def rope_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
     """Return RotaryEmbedding's scaling arguments; ModelError if megatron-core lacks the rule."""
-    scaling = architecture.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.rope_type == "yarn":
         return {}
     if scaling.rope_type == "linear":
         return {"seq_len_interpolation_factor": scaling.factor}
@@ -177,7 +177,8 @@ class DMSModel(LanguageModule):
                 position_embedding_type="rope",
                 tp_group=self.pg_collection.tp,
             )
-        self.rotary_pos_emb = self._rotary_embedding(architecture, architecture.rotary_base)
+        whole = Rope(architecture.rotary_base, architecture.rope_scaling)
+        self.rotary_pos_emb = self._rotary_embedding(architecture.rotary_channels, whole)
         self.decoder = TransformerBlock(
             config,
             block_spec(config, method, layer_backend, trainable, vp_stage, architecture),
@@ -190,32 +191,45 @@ class DMSModel(LanguageModule):
             self.output_layer = self._output_layer(padded_vocab_size(architecture))
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        self.architecture = architecture
-        described = [self._attention_of(layer) for layer in self.decoder.layers]
-        self._rotary_bases = list(dict.fromkeys(layer.rotary_base for layer in described))
+        ropes = [architecture.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
+        self._layer_ropes = list(dict.fromkeys(ropes))
+        self._rope_numbers = [self._layer_ropes.index(rope) for rope in ropes]
         self._local_ropes = {
-            base: self._rotary_embedding(architecture, base)
-            for base in self._rotary_bases
-            if base is not None and base != architecture.rotary_base
+            rope: self._rotary_embedding(architecture.rotary_channels, rope)
+            for rope in self._layer_ropes
+            if rope.base is not None and rope != whole
         }
-        for layer, own in zip(self.decoder.layers, described, strict=True):
-            if own.window is not None:
-                layer.self_attention.core_attention.window = own.window - 1
+        self.architecture = architecture
+        self._describe_attention(ropes)
         self._embedding_scale = embedding_scale(architecture, config.params_dtype)
         self.method = method
         self.records_logits = False
+        self.stores: tuple[int, float] | None = None  # k and temperature of `top_logits`
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[Teacher] = []
 
-    def _rotary_embedding(self, a: Architecture, base: float) -> RotaryEmbedding:
-        return RotaryEmbedding(
-            a.rotary_channels,
+    def _describe_attention(self, ropes: list[Rope]) -> None:
+        """Give the attention of each layer its window, and its softmax scale."""
+        for layer, rope in zip(self.decoder.layers, ropes, strict=True):
+            core = layer.self_attention.core_attention
+            window = self.architecture.attention_layers[layer.layer_number - 1].window
+            core.window = None if window is None else window - 1
+            # the factor of YaRN on queries and on keys
+            core.scale *= rope.attention_factor**2
+
+    def _rotary_embedding(self, channels: int, rope: Rope) -> RotaryEmbedding:
+        assert rope.base is not None
+        rotary = RotaryEmbedding(
+            channels,
             rotary_percent=1.0,
-            rotary_base=base,
+            rotary_base=rope.base,
             cp_group=self.pg_collection.cp,
-            **(rope_arguments(a) if base == a.rotary_base else {}),
+            **rope_arguments(rope.scaling),
         )
+        if rope.scaling is not None and rope.scaling.rope_type == "yarn":
+            rotary.inv_freq = yarn_frequencies(rotary.inv_freq, rope.base, rope.scaling)
+        return rotary
 
     def _output_layer(self, rows: int) -> ColumnParallelLinear:
         """Make the output layer; it has no weight of its own if this chunk's embedding is tied."""
@@ -290,19 +304,16 @@ class DMSModel(LanguageModule):
             hidden = self.decoder.final_layernorm(hidden)
         return hidden, eviction_stats
 
-    def _attention_of(self, layer: Any) -> LayerAttention:
-        return self.architecture.attention_layers[layer.layer_number - 1]
-
     def _ropes(self, length: int, documents: PackedDocuments | None) -> list[Tensor]:
-        """Return the RoPE tables for `length` positions, in the order of `_rotary_bases`."""
+        """Return the RoPE tables for `length` positions, in the order of `_layer_ropes`."""
         turned = self.rotary_pos_emb.get_emb(length)
         tables = []
-        for base in self._rotary_bases:
+        for rope in self._layer_ropes:
             own = turned
-            if base is None:
+            if rope.base is None:
                 own = torch.zeros_like(turned)
-            elif base in self._local_ropes:
-                own = self._local_ropes[base].get_emb(length)
+            elif rope in self._local_ropes:
+                own = self._local_ropes[rope].get_emb(length)
             tables.append(self.method.rope(self._of_whole_heads(own), documents))
         return tables
 
@@ -317,12 +328,13 @@ class DMSModel(LanguageModule):
         def run(
             hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None, *ropes: Tensor
         ) -> tuple[Tensor, Tensor]:
-            for layer in self.decoder.layers[first:last]:
+            for layer, rope in zip(
+                self.decoder.layers[first:last], self._rope_numbers[first:last], strict=True
+            ):
                 attention = layer.self_attention
                 # the recomputed unit keeps both, so recomputation reads the values of its own
                 # micro-batch
                 attention.noise_keys, attention.documents = noise_keys, documents
-                rope = self._rotary_bases.index(self._attention_of(layer).rotary_base)
                 hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=ropes[rope])
                 eviction_stats = eviction_stats + attention.eviction_stats
                 attention.eviction_stats = attention.noise_keys = attention.documents = None
@@ -369,6 +381,7 @@ class DMSModel(LanguageModule):
         labels: Tensor,
         noise_keys: Tensor,
         documents: PackedDocuments | None = None,
+        stored: TopLogits | None = None,
     ) -> Tensor | tuple[Tensor | tuple[Tensor, ...], Tensor]:
         """Run one pipeline chunk.
 
@@ -378,6 +391,8 @@ class DMSModel(LanguageModule):
             noise_keys: int64 [b], one per sample.
             documents: Documents packed into the whole samples, for both models; None if a sample
                 is one document.
+            stored: Stored distributions of the teacher at this rank's positions, [b, s, k] and
+                [b, s]; the last stage needs them if no teacher is attached.
 
         Returns:
             The stage tensor, or on the last stage (terms of the token loss [s, b], eviction
@@ -400,13 +415,15 @@ class DMSModel(LanguageModule):
         eviction_stats = reduce_from_tensor_model_parallel_region(
             eviction_stats, group=heads_group(self.pg_collection)
         )
-        return self._loss(hidden, t_hidden, labels), eviction_stats
+        return self._loss(hidden, t_hidden, labels, stored), eviction_stats
 
     def _loss(
-        self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor
+        self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor, stored: TopLogits | None
     ) -> Tensor | tuple[Tensor, ...]:
         if self.records_logits:
             return self.logits(hidden)
+        if self.stores is not None:
+            return self._top_logits(hidden, self.stores)
         teacher = None
         if self.teacher is not None and t_hidden is not None:
             with torch.no_grad():
@@ -417,5 +434,13 @@ class DMSModel(LanguageModule):
             labels=labels,
             vocab_size=self.architecture.vocab_size,
             group=self.pg_collection.tp,
+            stored=stored,
         )
         return self.method.plan.token_loss.per_token(losses, self.method.loss_options)
+
+    def _top_logits(self, hidden: Tensor, stores: tuple[int, float]) -> TopLogits:
+        """Return the most probable tokens of all positions, [s, b, k] and [s, b]."""
+        vocab_size, groups = self.architecture.vocab_size, self.pg_collection
+        model = self.projection(hidden)
+        own = vocab_losses.top_logits(model, *stores, vocab_size, groups.tp)
+        return own.map(lambda x: vocab_losses.from_all_ranks(x, groups.cp).flatten(0, 1))

@@ -45,7 +45,8 @@ class GraphInputs:
         Raises:
             ModelError: The tensors of `batch` have other shapes.
         """
-        own, given = [self.scale, *self.batch[:4]], [scale, *batch[:4]]
+        own = [self.scale, *self.batch[:4], *(self.batch.teacher or ())]
+        given = [scale, *batch[:4], *(batch.teacher or ())]
         if [tensor.shape for tensor in own] != [tensor.shape for tensor in given]:
             before, now = (list(each[1].shape) for each in (own, given))
             raise ModelError(

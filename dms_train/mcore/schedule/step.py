@@ -120,7 +120,8 @@ def _forward_step(context: PassContext) -> Callable[..., Any]:
         context.on_microbatch()
         keys = sample_keys(context.seed, context.step, batch.samples)
         tokens, labels = (context.view.own_positions(x) for x in (batch.tokens, batch.labels))
-        output = model(tokens, labels, keys, batch.documents)
+        stored = batch.teacher and batch.teacher.map(context.view.own_positions)
+        output = model(tokens, labels, keys, batch.documents, stored)
         return output, _loss_function(context, batch)
 
     return forward_step

@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dms_train.app.conversion import import_model, open_engine
+from dms_train.app.conversion import import_layout, import_model, open_engine
 from dms_train.checkpoints_tools.hf_to_megatron import main
 from dms_train.hf.architecture import to_hf_config
 from dms_train.hf.directory import SINGLE_FILE, WeightReader, read_architecture
 from dms_train.hf.json_files import write_json
 from dms_train.hf.tensors import expected_shapes
 from dms_train.launch import stage
+from dms_train.mcore.errors import ModelError
+from dms_train.mcore.options import ParallelOptions
 from dms_train.method.spec import PRESETS
 from tests.support import configs, tiny
 
@@ -45,7 +47,8 @@ def store(model: Path, dtype: torch.dtype, *, wide: str = "") -> dict[str, Tenso
 
 
 def imported(model: Path, checkpoint: Path, dtype: str) -> dict[str, Tensor]:
-    with open_engine(read_architecture(model), PRESETS["dms"].spec, dtype, None) as engine:
+    parallel = ParallelOptions(params_dtype=dtype)
+    with open_engine(read_architecture(model), PRESETS["dms"].spec, parallel, None) as engine:
         engine.load(checkpoint, with_optimizer=False)
         return dict(engine.hf_tensors())
 
@@ -119,10 +122,34 @@ def test_the_job_of_a_chain_asks_for_no_gpu(
 
 def test_one_shard_at_a_time_takes_memory(model: Path) -> None:
     architecture = read_architecture(model)
-    with open_engine(architecture, PRESETS["dms"].spec, "fp32", WeightReader(model)) as engine:
+    source, parallel = WeightReader(model), ParallelOptions()
+    with open_engine(architecture, PRESETS["dms"].spec, parallel, source) as engine:
         shards: list[dict[str, Tensor]] = []
         for _, tensors in engine.hf_shards(torch.float32, 4096):
             assert tensors
             assert not any(shards)
             shards.append(tensors)
     assert len(shards) > 2
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "changes", "sizes"),
+    [
+        ("qwen2", 1, {}, (1, 1)),
+        ("qwen2", 8, {}, (4, 2)),
+        ("qwen2", 4, {"num_query_groups": 1}, (1, 4)),
+        ("qwen2", 6, {"num_layers": 12}, (2, 3)),
+        ("qwen3_moe", 4, {}, (4, 1)),
+    ],
+)
+def test_ranks_of_an_import_divide_the_heads_and_then_the_layers(
+    family: str, ranks: int, changes: dict[str, int], sizes: tuple[int, int]
+) -> None:
+    layout = import_layout(tiny.architecture(family, **changes), ranks, "bf16")
+    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == sizes
+    assert layout.params_dtype == "bf16"
+
+
+def test_ranks_that_divide_nothing_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"^12 ranks: 4 .* leave 3 .* 4 layers; start 4 ranks$"):
+        import_layout(tiny.architecture("qwen2"), 12, "fp32")

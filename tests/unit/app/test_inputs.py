@@ -61,7 +61,7 @@ def test_tokens_and_masks_are_recorded(tmp_path: Path) -> None:
         ([1, 2, 3], [0, 0, 1]),
         ([1, 2, 4], [0, 0, 1]),
     ]
-    recorded = [inputs._data_hashes([shard(tmp_path / "x", *content)])[0] for content in contents]
+    recorded = [inputs.data_hashes([shard(tmp_path / "x", *content)])[0] for content in contents]
     assert len(set(recorded)) == len(contents)
     again = shard(tmp_path / "y", *contents[1])
-    assert inputs._data_hashes([again]) == [recorded[1]]
+    assert inputs.data_hashes([again]) == [recorded[1]]

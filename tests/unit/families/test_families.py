@@ -76,6 +76,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family):
     described = FAMILIES[family]
     config = getattr(transformers, described.config_class)()
     assert config.tie_word_embeddings == described.tied_by_default
+    assert config.rms_norm_eps == described.norm_epsilon
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     assert rope["rope_theta"] == described.rotary_base

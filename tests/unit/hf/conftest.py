@@ -21,6 +21,7 @@ from dms_train.hf.tensors import expected_shapes
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
+from tests.support import yarn
 from tests.support.experts import experts_of
 
 Weights = dict[str, Tensor]
@@ -38,6 +39,7 @@ def stories() -> Path:
 
 LAYERS = {
     "gemma3_text": (LayerAttention(rotary_base=1e4, window=7), LayerAttention(rotary_base=1e6)),
+    "olmo3": (LayerAttention(rotary_base=5e5, window=7), LayerAttention(rotary_base=5e5)),
     "smollm3": (LayerAttention(rotary_base=None), LayerAttention(rotary_base=1e6)),
 }
 
@@ -60,10 +62,10 @@ def _architecture(family: str) -> Architecture:
         kv_channels=8,
         vocab_size=61,
         max_position_embeddings=256,
-        rotary_base=10000.0 if family == "llama" else 1e6,
+        rotary_base={"llama": 1e4, "olmo3": 5e5}.get(family, 1e6),
         layernorm_epsilon=1e-6,
         tie_word_embeddings=family in ("qwen3", "gemma3_text"),
-        rope_scaling={"llama": llama3, "gemma3_text": linear}.get(family),
+        rope_scaling={"llama": llama3, "gemma3_text": linear, "olmo3": yarn.RULE}.get(family),
         experts=experts_of(family),
         layers=LAYERS.get(family, ()),
         query_scalar=5 if family == "gemma3_text" else None,
@@ -136,6 +138,8 @@ def _frequencies(a: Architecture) -> Tensor:
         return inverse
     if s.rope_type == "linear":
         return inverse / s.factor
+    if s.rope_type == "yarn":
+        return torch.tensor(yarn.frequencies(s, base, a.kv_channels // 2)).double()
     turns = s.original_max_position_embeddings * inverse / (2 * math.pi)
     share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     share = share.clamp(0, 1)
@@ -145,6 +149,8 @@ def _frequencies(a: Architecture) -> Tensor:
 def _rotate(x: Tensor, a: Architecture) -> Tensor:
     angle = torch.arange(x.shape[0]).double()[:, None] * _frequencies(a)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    if a.family == "olmo3" and a.layers[0].window is None:
+        x = x * a.rope_scaling.attention_factor
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -156,8 +162,10 @@ def _attention(
     for n, heads in (("q", a.num_attention_heads), ("k", a.num_query_groups), ("v", 0)):
         y = x @ w(f"{n}_proj.weight").T
         y = y + w(f"{n}_proj.bias") if a.add_qkv_bias else y
+        if a.family == "olmo3" and n != "v":  # over all heads
+            y = _norm(y, w(f"{n}_norm.weight"), a)
         y = y.view(len(x), heads or a.num_query_groups, a.kv_channels)
-        if a.qk_layernorm and n != "v":
+        if a.qk_layernorm and a.family != "olmo3" and n != "v":
             y = _norm(y, w(f"{n}_norm.weight"), a)
         states[n] = y
     group = a.num_attention_heads // a.num_query_groups
@@ -209,22 +217,24 @@ def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
 def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tuple[Tensor, Tensor]:
     w = {name: tensor.double() for name, tensor in weights.items()}
     x, decisions = w["model.embed_tokens.weight"][ids], []
-    sandwich = a.family in ("gemma3_text", "glm4")
-    if a.family == "gemma3_text":
+    olmo, gemma = a.family == "olmo3", a.family == "gemma3_text"
+    sandwich = gemma or a.family == "glm4"
+    if gemma:
         x = x * a.hidden_size**0.5
     before_mlp = f"{'pre_feedforward' if sandwich else 'post_attention'}_layernorm.weight"
     for layer in range(a.num_layers):
         at = f"model.layers.{layer}."
-        normed = _norm(x, w[at + "input_layernorm.weight"], a)
+        normed = x if olmo else _norm(x, w[at + "input_layernorm.weight"], a)
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
         update, decision = _attention(normed, lambda n, at=at: w[f"{at}self_attn.{n}"], alone, s)
-        if sandwich:
+        if sandwich or olmo:
             update = _norm(update, w[at + "post_attention_layernorm.weight"], a)
         x = x + update
         if alone.layers[0].window is None:
             decisions.append(decision)
-        update = _mlp(_norm(x, w[at + before_mlp], a), lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
-        if sandwich:
+        normed = x if olmo else _norm(x, w[at + before_mlp], a)
+        update = _mlp(normed, lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
+        if sandwich or olmo:
             update = _norm(update, w[at + "post_feedforward_layernorm.weight"], a)
         x = x + update
     x = _norm(x, w["model.norm.weight"], a)

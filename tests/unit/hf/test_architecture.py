@@ -107,6 +107,60 @@ def test_published_configs():
     assert read.layernorm_epsilon == 1e-6
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+OLMO3_7B = {
+    "model_type": "olmo3",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        **YARN,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 100278,
+}
+
+
+def ropes(full: dict[str, object]) -> dict[str, object]:
+    """Keys of RoPE with this rule in the layers without a window."""
+    return {
+        "rope_scaling": None,
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_theta": 1e4}},
+    }
+
+
+def test_published_olmo_3():
+    """The keys of the 7B model as published."""
+    read = from_hf_config(OLMO3_7B)
+    assert read.method_layers == [3, 7, 11, 15, 19, 23, 27, 31]
+    assert read.rope_scaling == RopeScaling(
+        rope_type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        attention_factor=0.1 * math.log(8) + 1,
+    )
+    local, scaled = read.ropes[2:4]
+    assert (local.base, local.scaling) == (500000.0, None)
+    assert (scaled.base, scaled.scaling) == (500000.0, read.rope_scaling)
+    assert sum(math.prod(shape) for shape in expected_shapes(read).values()) == 7_298_011_136
+    fewer = {**OLMO3_7B, "rope_scaling": YARN}  # transformers derives the others
+    del fewer["layer_types"]
+    assert from_hf_config(fewer) == read
+    assert from_hf_config(to_hf_config(read)) == read
+
+
 GEMMA3_270M = {
     "model_type": "gemma3_text",
     "_sliding_window_pattern": 6,
@@ -258,15 +312,6 @@ def test_layers_that_no_model_can_have(architecture, changes, named):
             },
             "one rotary_base in the layers with a window",
         ),
-        (
-            {
-                "layers": (
-                    LayerAttention(rotary_base=1e6, window=4),
-                    LayerAttention(rotary_base=1e6),
-                )
-            },
-            "use another base in them",
-        ),
         ({"rope_scaling": RopeScaling(factor=8.0)}, "rope_type=llama3: .*is linear"),
     ],
 )
@@ -365,13 +410,21 @@ def test_stories(stories):
             "rope_type='linear'",
         ),
         ("gemma3_text", {"rope_parameters": None, "rope_local_base_freq": 0}, "number above 0"),
-        ("gemma3_text", {"rope_parameters": None, "rope_local_base_freq": 1e6}, "two bases"),
         ("glm4", {"attention_bias": False}, "attention_bias=False"),
         ("phi3", {"partial_rotary_factor": 0.75}, "RoPE says 0.5; make them agree"),
         ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.4}, "rotates 3 of 8"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "longrope"),
         ("phi3", {"sliding_window": 255}, "sliding_window=255 .*max_position_embeddings=256"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
+        ("olmo3", {"layer_types": ["sliding_attention"] * 2}, "layers that read all tokens"),
+        ("olmo3", {"layer_types": None}, "layers that read all tokens"),  # 2 of 4
+        ("olmo3", {"sliding_window": None}, "sliding_window=null"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 1e6}, "state rope_theta of sliding"),
+        ("olmo3", ropes({**YARN, "truncate": False}), "truncate"),
+        ("olmo3", ropes({**YARN, "beta_fast": 1}), "beta_fast"),
+        ("olmo3", ropes({**YARN, "mscale": 2.0}), "mscale=2.0"),
+        ("olmo3", ropes({"rope_type": "yarn"}), "also needs factor"),
+        ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}, "yarn"),
         ("mistral", {"sliding_window": 255}, "sliding_window=255 .*max_position_embeddings=256"),
         ("mistral", {"sliding_window": "all"}, "sliding_window='all'"),
         ("mistral", {"rope_scaling": {"type": "llama3", "factor": 4.0}}, "llama3"),

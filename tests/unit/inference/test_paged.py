@@ -127,6 +127,7 @@ def test_pages_go_back():
         ("llama", "auto", None),
         ("smollm3", "auto", "dms"),
         ("gemma3_text", "auto", "dms"),
+        ("olmo3", "auto", "dms"),
     ],
 )
 def test_the_engine_continues_with_the_same_tokens(folder, family, policy, preset):

@@ -39,6 +39,14 @@ def test_divergence_and_gradient_equal_float64(kernels, problem, task) -> None:
     support.assert_near(found, exact, problem, task.temperature)
 
 
+@pytest.mark.parametrize("task", support.DIVERGENCES[::2], ids=str)
+@pytest.mark.parametrize("problem", support.STORED_PROBLEMS, ids=str)
+def test_divergence_from_a_stored_teacher_equals_float64(kernels, problem, task) -> None:
+    found = support.stored_divergence(kernels, problem, task, "cpu", 4)
+    exact = support.exact_stored_divergence(problem, task, "cpu", 4)
+    support.assert_near(found, exact, problem, task.temperature)
+
+
 @pytest.mark.parametrize("problem", support.PROBLEMS, ids=str)
 def test_likelihood_and_gradient_equal_float64(kernels, problem) -> None:
     found = support.nll(kernels, problem, "cpu")

@@ -142,7 +142,8 @@ def explicit_context(
 def test_a_layer_attends_according_to_its_decisions(
     build: Build, family: str, preset: str, eviction: str
 ) -> None:
-    engine = build(family, preset, trains=False, alpha_offset=0.5)
+    plain_rope = {"rope_scaling": None}
+    engine = build(family, preset, trains=False, sizes=plain_rope, alpha_offset=0.5)
     plan = StepPlan(channel_scale=0.0, eviction=eviction)
     engine._method.set_plan(plan)
     layer = 1

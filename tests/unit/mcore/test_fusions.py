@@ -64,6 +64,7 @@ def outcome(
         ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "channel_scale": 0.0}),
         ("qwen3", "dms_nvidia", None, {"eviction": "none", "channel_scale": 0.3}),
         ("llama", "dms", "full", {"eviction": "hard", "channel_scale": 0.0}),
+        ("olmo3", "dms", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
     ],
 )
 def test_a_step_is_the_same(

@@ -17,8 +17,12 @@ from dms_train.mcore.layers.vocabulary_losses import (
     Projection,
     distillation_kl,
     next_token_loss,
+    support_kl,
+    top_logits,
     valid_columns,
 )
+from dms_train.method.top_logits import TopLogits
+from tests.support.top_logits_cases import merged, merged_divergence
 from tests.support.vocab_cases import DIRECTIONS, DIVERGENCES
 
 VOCAB, WIDTH, HIDDEN = 61, 64, 8
@@ -91,6 +95,55 @@ def test_cross_entropy_and_gradients_equal_torchs(view: ParallelView) -> None:
     found = outcome(lm(view), projection(0))
     assert_close(found, outcome(exact_lm, projection(0)))
     assert (found[2][VOCAB:] == 0).all()
+
+
+def stored_kl(view: ParallelView, task: Divergence, k: int) -> Loss:
+    """The divergence from what is stored of the teacher of `kl`."""
+    frozen = [x.detach() for x in projection(1)[:2]]
+    stored = top_logits(Projection(*frozen), k, task.temperature, VOCAB, view.tp_group)
+    stored = stored.map(lambda x: x.transpose(0, 1))
+    return lambda student: support_kl(student, stored, task, VOCAB, view.tp_group)
+
+
+@pytest.mark.parametrize("task", DIVERGENCES, ids=str)
+@pytest.mark.parametrize("k", [1, 9])
+def test_divergence_from_a_stored_teacher_merges_the_tokens_that_it_leaves_out(
+    view: ParallelView, task: Divergence, k: int
+) -> None:
+    def exact(student: Projection) -> Tensor:
+        s, t = (x.hidden @ x.weight[:VOCAB].t() for x in (student, projection(1)))
+        return merged_divergence(s.double(), t.detach().double(), t.topk(k).indices, task)
+
+    found = outcome(stored_kl(view, task, k), projection(0))
+    assert_close(found, outcome(exact, projection(0)))
+    assert (found[2][VOCAB:] == 0).all()
+
+
+@pytest.mark.parametrize("task", DIVERGENCES, ids=str)
+def test_a_teacher_stored_whole_is_the_teacher(view: ParallelView, task: Divergence) -> None:
+    found = outcome(stored_kl(view, task, VOCAB), projection(0))
+    assert_close(found, outcome(exact_kl(task), projection(0)))
+
+
+def test_stored_probabilities_are_the_largest_and_the_mass_of_the_others(
+    view: ParallelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocab_losses, "_CHUNK", {"cpu": 4 * WIDTH})
+    model = Projection(*(x.detach() for x in projection(1)[:2]))
+    stored = top_logits(model, 5, 2.0, VOCAB, view.tp_group)
+    logits = (model.hidden @ model.weight[:VOCAB].t()).double()
+    assert torch.equal(stored.ids.long(), logits.topk(5).indices)
+    exact = merged(logits, logits.topk(5).indices, 2.0)
+    found = torch.cat([stored.log_probs, stored.log_tails[..., None]], -1)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+
+
+def test_rounding_of_a_stored_teacher_adds_no_divergence_from_itself(view: ParallelView) -> None:
+    model = Projection(*(x.detach() for x in projection(1)[:2]))
+    log_probs, ids, log_tails = top_logits(model, 9, 1.0, VOCAB, view.tp_group)
+    stored = TopLogits(log_probs.half(), ids, log_tails).map(lambda x: x.transpose(0, 1))
+    task = Divergence("teacher_student")
+    assert support_kl(model, stored, task, VOCAB, view.tp_group).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -327,3 +327,18 @@ def test_a_pause_of_all_ranks_is_not_reported(
     heartbeats._ends.wait = heartbeats.wait  # type: ignore[method-assign, assignment]
     heartbeats._watch()
     assert len(found) == alarms
+
+
+def test_a_rank_that_ends_after_a_report_reads_no_other_heartbeat(ranks: Ranks) -> None:
+    for rank, heartbeats in enumerate(ranks.all):
+        heartbeats.reached(7)
+        ranks.without_progress(rank, "data")
+    assert ranks.all[0].check()
+    file = ranks.all[2]._file(2)
+    file.unlink()
+    file.mkdir()  # an error for whoever reads it
+    assert ranks.all[1].check()
+    (first, reason), second = ranks.found
+    assert first == 0
+    assert reason is not None
+    assert second == (1, None)

@@ -24,6 +24,7 @@ SELECTIVE = {"parallel__recompute_granularity": "selective"}
 MODULES = "parallel__recompute_modules"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
+STORES = {"stage__run": ["teacher_logits"], "stage__teacher_logits": {"samples": 16}}
 GRAPH = {"parallel__cuda_graph": "always"}
 TASKS = {"stage__run_tasks": {"tasks": ["exam_sheets"]}}
 
@@ -59,6 +60,8 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
             },
         ),
         (1, {"stage__zero_neuron__steps": 0}),
+        (1, {"teacher__logits": "x"}),
+        (1, STORES),
         (1, {"stage__run": ["pretrain", "export"], **SCRATCH}),
         (1, {"stage__run": ["pretrain", "export"]}),
         (1, {"stage__run": ["export"]}),
@@ -199,6 +202,24 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
         ({"stage__validate_export": {"answer_pattern": "x"}}, "0 groups; use one"),
         ({"stage__validate_export": {"answer_pattern": "("}}, "not a regular expression"),
         ({"stage__run": ["hold"]}, "hold needs retrofit before it, or run.load"),
+        (
+            {**STORES, "stage__run": ["teacher_logits", "retrofit"]},
+            "run [teacher_logits], then the others with teacher.logits set to its run.dir",
+        ),
+        ({**STORES, "run__load": "x"}, "run.load=x: teacher_logits runs the original"),
+        ({**STORES, "teacher__logits": "x"}, "teacher.logits=x: no stage to run distils"),
+        (
+            {**STORES, "stage__teacher_logits": {"samples": 12}},
+            "stage.teacher_logits.samples=12: use a multiple of data.global_batch_size=8",
+        ),
+        (
+            {**STORES, "stage__teacher_logits": {}},
+            "stage.teacher_logits.samples=null: use a multiple",
+        ),
+        (
+            {**STORES, "stage__teacher_logits": {"samples": 8, "top_k": 10**6}},
+            "stage.teacher_logits.top_k=1000000: the vocabulary has",
+        ),
     ],
 )
 def test_stages_that_make_no_sense(changes, expected):

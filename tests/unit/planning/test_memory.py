@@ -51,6 +51,26 @@ def test_parameters_of_a_model_with_experts():
     assert active_parameter_count(a) == pytest.approx(3.3e9, rel=0.02)
 
 
+def test_a_stored_teacher_costs_the_distributions_of_a_step():
+    live = configs.config()
+    stored = configs.config(teacher__logits="some/run", stage__teacher_logits={"top_k": 10})
+    model = configs.architecture()
+    with_teacher, without = (estimate(config, model, 1) for config in (live, stored))
+    # 8 samples of 64 positions: 10 tokens of 4 bytes and probabilities of 2, and the tail
+    assert without.teacher == 8 * 64 * (10 * (4 + 2) + 4)
+    assert with_teacher.teacher == with_teacher.weights
+    assert without.workspace <= with_teacher.workspace
+
+
+def test_storing_a_teacher_takes_its_weights_and_no_state_of_a_training():
+    stage = {"run": ["teacher_logits"], "teacher_logits": {"samples": 16}}
+    values = {f"stage__{key}": value for key, value in stage.items()}
+    memory = estimate(configs.config(**values), configs.architecture(), 1)
+    assert memory.weights == 4 * parameter_count(configs.architecture())
+    assert (memory.gradients, memory.optimizer, memory.teacher, memory.activations) == (0,) * 4
+    assert memory.workspace > 0
+
+
 def test_bytes_per_parameter():
     memory = estimate(configs.config(), configs.architecture(), 1)
     parameters = memory.weights // 4

@@ -111,3 +111,11 @@ def test_bytes_of_a_parameter(dtype: str, checkpoint: int, weights: int) -> None
     assert run_size(replace(config, stage=exported), ARCHITECTURE).export_bytes == (
         (weights + 4) * count
     )
+
+
+def test_a_stored_teacher_is_disk_space_that_the_run_keeps() -> None:
+    stored = {"samples": 16, "top_k": 8}
+    changes = {"stage__run": ["teacher_logits"], "stage__teacher_logits": stored}
+    size = run_size(configs.config(**changes, run__eval_samples=3), ARCHITECTURE)
+    assert size.disk_bytes == size.kept_bytes == (16 + 3) * 64 * (8 * (2 + 4) + 4)
+    assert (size.steps, size.checkpoints, size.exports) == (0, 0, 0)

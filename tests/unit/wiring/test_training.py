@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from dms_train.app import inputs, run_folder
 from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import RopeScaling
 from dms_train.hf.formats import read_format
 from dms_train.mcore import compat
 from dms_train.mcore.errors import CheckpointError
@@ -63,6 +64,7 @@ from tests.support.wiring_reads import (
     second_corpus,
     sinks,
     slowest,
+    slowest_of_yarn,
     spec,
     stages,
     tokens,
@@ -94,6 +96,12 @@ EXPERTS = {
 }
 LORA = {"method.train": "lora", "lora": {}}
 GEMMA = {**SCRATCH, "model.architecture.family": "gemma3_text"}
+YARN = RopeScaling(rope_type="yarn", factor=8.0)
+OLMO = {
+    **SCRATCH,
+    "model.architecture.family": "olmo3",
+    "model.architecture.rope_scaling": asdict(YARN),
+}
 SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -142,7 +150,7 @@ WIRES: dict[str, Wire] = {
     ),
     "model.architecture.layers": Wire(
         [{"rotary_base": None}] * 2,
-        lambda b: b.engine._models[0]._rotary_bases,
+        lambda b: [rope.base for rope in b.engine._models[0]._layer_ropes],
         [None],
         {**SCRATCH, "model.architecture.family": "smollm3"},
     ),
@@ -176,6 +184,18 @@ WIRES: dict[str, Wire] = {
         rope_refusal,
         "",
         {**SCRATCH, **SCALED},
+    ),
+    "model.architecture.rope_scaling.beta_fast": Wire(
+        500.0, slowest, pytest.approx(slowest_of_yarn(replace(YARN, beta_fast=500.0))), OLMO
+    ),
+    "model.architecture.rope_scaling.beta_slow": Wire(
+        0.01, slowest, pytest.approx(slowest_of_yarn(replace(YARN, beta_slow=0.01))), OLMO
+    ),
+    "model.architecture.rope_scaling.attention_factor": Wire(
+        1.5,
+        lambda b: b.engine._models[0].decoder.layers[0].self_attention.core_attention.scale,
+        pytest.approx(1.5**2 * 8**-0.5),
+        OLMO,
     ),
     "model.architecture.query_scalar": Wire(
         16,
@@ -401,6 +421,15 @@ ELSEWHERE = {
     "observe.name": "unit/observe/test_sinks.py::test_the_names_of_a_run_read_back",
     "parallel.ddp_bucket_size": (
         "unit/app/test_trace.py::test_ddp_bucket_size_divides_the_reduction_of_gradients"
+    ),
+    "teacher.logits": (
+        "unit/wiring/test_teacher_logits.py::test_a_retrofit_without_the_teacher_is_the_one_with_it"
+    ),
+    "stage.teacher_logits.samples": (
+        "unit/wiring/test_teacher_logits.py::test_every_sample_is_stored_once_with_its_distribution"
+    ),
+    "stage.teacher_logits.top_k": (
+        "unit/wiring/test_teacher_logits.py::test_a_folder_is_not_continued_with_other_settings"
     ),
     "run.resume": "e2e/bad_inputs/test_run.py::test_bad_input_is_refused",
     "run.check_teacher": ("unit/wiring/test_teacher_check.py::test_a_silent_teacher_is_refused"),

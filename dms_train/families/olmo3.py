@@ -1,0 +1,77 @@
+"""OLMo 3: three layers with a sliding window before each one without, which alone has YaRN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dms_train.families.base import (
+    FULL,
+    SLIDING,
+    LayerAttention,
+    LayerKeys,
+    ModelFamily,
+    Refusal,
+    local_base,
+    refuse_local_rope,
+    refuse_sliding,
+)
+
+# Defaults of transformers' Olmo3Config.
+_PERIOD, _WINDOW, _BASE = 4, 4096, 500000.0
+
+
+def _kinds(config: Mapping[str, Any]) -> Any:
+    """Return `layer_types`, or the types that transformers gives to the layers."""
+    stated = config.get("layer_types")
+    if stated is not None:
+        return stated
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return [SLIDING if layer % _PERIOD else FULL for layer in layers]
+
+
+def _refuse(config: Mapping[str, Any]) -> Refusal | None:
+    """Refuse windows and RoPE that `_read` cannot read, and models without a global layer."""
+    refusal = refuse_sliding(config, _kinds(config), config.get("sliding_window", _WINDOW))
+    if refusal is None:
+        refusal = refuse_local_rope(config, "rope_theta", _BASE)
+    base = config.get("rope_theta")
+    if refusal is None and local_base(config, None) is None and base not in (None, _BASE):
+        # transformers 4 takes this base in layers with a window, transformers 5 its default
+        fix = f"state rope_theta of {SLIDING} in rope_parameters"
+        return Refusal("rope_theta", base, fix)
+    return refusal
+
+
+def _read(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
+    window, own = config.get("sliding_window", _WINDOW), float(local_base(config, _BASE))
+    local, full = LayerAttention(rotary_base=own, window=window), LayerAttention(rotary_base=base)
+    return tuple(local if kind == SLIDING else full for kind in _kinds(config))
+
+
+def _write(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
+    windows = [layer.window for layer in layers]
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": max(filter(None, windows), default=_WINDOW),
+    }
+
+
+FAMILY = ModelFamily(
+    name="olmo3",
+    classes="Olmo3",
+    qk_norm=True,
+    joint_qk_norm=True,
+    sandwich_norms=True,
+    input_norms=False,
+    kv_heads_required=False,
+    always_has_head_dim=False,
+    rotary_base=_BASE,
+    norm_epsilon=1e-5,
+    rope_types=("yarn",),
+    layers=LayerKeys(_read, _write, has_windows=True, has_local_base=True),
+    fixed={"attention_bias": False},
+    # without the key transformers takes token 1, which other vocabularies use for text
+    written={"pad_token_id": None},
+    refuse=_refuse,
+)
