@@ -30,6 +30,8 @@ NEW_TOKENS = 12
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
 # family, format, preset
 EXPORTS = {
+    # the first one: vLLM creates the process group of experts with the first model of a process
+    "qwen3-moe-dms": ("qwen3_moe", "dms", "dms"),
     "gemma3-dms": ("gemma3_text", "dms", "dms"),
     "llama-dms": ("llama", "dms", "dms"),
     "llama-fastdms": ("llama", "fastdms", "dms_fastdms"),
@@ -38,7 +40,6 @@ EXPORTS = {
     "qwen3-dms": ("qwen3", "dms", "dms"),
     "qwen3-nvidia": ("qwen3", "nvidia", "dms_nvidia"),
     "qwen3-fastdms": ("qwen3", "fastdms", "dms_fastdms"),
-    "qwen3-moe-dms": ("qwen3_moe", "dms", "dms"),
     "smollm3-dms": ("smollm3", "dms", "dms"),
 }
 _LAYERS = [LayerAttention(rotary_base=1e6, window=window) for window in (8, None)]
