@@ -7,6 +7,7 @@ Shape letters: h query heads, g KV heads, d head size.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class NoRotation(nn.Module):
 
     def __init__(self, key_scale: float) -> None:
         super().__init__()
-        self.key_scale = key_scale
+        self.key_scale = 1.0 if math.isclose(key_scale, 1) else key_scale
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return the query, and the key times the factor."""
