@@ -19,7 +19,7 @@ KINDS = (
     ("optimizer", r"adam|multi_tensor|l2norm|fused_?optim"),
     ("loss", r"softmax|cross_entropy|nll|_kl_|divergence|sum_exponentials"),
     ("RoPE and eviction channel", r"rotate_eviction_channel|decide_eviction"),
-    ("activation", r"swiglu|silu"),
+    ("activation", r"gate_forward|gate_backward|silu"),
     ("norm", r"layer_?norm|rms_?norm|vectorized_layer_norm|cuComputeGrad|GammaBeta|rmsnorm"),
     ("copy", r"memcpy|memset|copy"),
     ("reduction", r"reduce|scan|cumsum"),

@@ -5,8 +5,8 @@ optimizer and schedule therefore run as one rank of any number of ranks. Tensor,
 and data sizes and the width of the model are those of the configuration. Counts and bytes are
 linear in the layers of a chunk, in the tokens of a microbatch and in the number of microbatches.
 Eight small steps measure them at two values of each, and the result is extended to the
-configuration. Matrix products are replaced by zeros of their shapes. Every layer of the small model
-has decisions, so that bytes of decisions are too many for a model with windows.
+configuration. Matrix products are replaced by zeros of their shapes. Layers with a window make no
+decisions; where a model has such layers, two numbers of them are measured as well.
 """
 
 from __future__ import annotations
@@ -126,30 +126,47 @@ def trace(
         stage: Index of the pipeline stage.
     """
     parallel, data = config.parallel, config.data
-    pp = parallel.pipeline_model_parallel_size
+    own = stages_of(config, architecture, world_size)[stage]
+    pp, chunks = own.pp, own.pp * own.vp
     shards = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    chunks = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
-    copies = world_size // parallel.ranks_per_copy
-    counted: dict[tuple[int, int, int], _Recorder] = {}
+    counted: dict[tuple[int, ...], _Recorder] = {}
     even = replace(
         parallel, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
     )
     with _one_process(world_size, stage * (world_size // pp)):
-        for layers in (1, 2):
-            small = replace(architecture, num_layers=layers * chunks, layers=())
+        for layers in product(*_small_chunks(architecture)):
+            small = _small_model(architecture, layers, chunks)
             engine, names = _engine(replace(config, parallel=even), small)
             # every recorded step begins by gathering the weights that the one before it updated
             _step(engine, config, _batches(data.micro_batch_size, 2 * shards, pp), names)
             for length, count in product((2 * shards, 4 * shards), (pp, 2 * pp)):
                 batches = _batches(data.micro_batch_size, length, count)
-                counted[layers, length, count] = _step(engine, config, batches, names)
+                counted[*layers, length, count] = _step(engine, config, batches, names)
             groups.stop(keep_process_group=True)
-    target = (
-        parallel.stage_layers(architecture.num_layers)[stage] * pp // chunks,
-        data.seq_length,
-        data.global_batch_size // (data.micro_batch_size * copies),
-    )
-    return _extended(counted, target)
+    deciding = own.method_layers / own.vp
+    kinds = (deciding, own.layers - deciding)[: len(_small_chunks(architecture))]
+    return _extended(counted, (*kinds, data.seq_length, own.microbatches))
+
+
+def _small_chunks(architecture: Architecture) -> list[tuple[int, int]]:
+    """Return two numbers of layers without a window, and two of layers with one if there are any.
+
+    They are those of a chunk.
+    """
+    without = len(architecture.method_layers) == architecture.num_layers
+    return [(1, 2)] if without else [(1, 2), (0, 1)]
+
+
+def _small_model(architecture: Architecture, layers: tuple[int, ...], chunks: int) -> Architecture:
+    """Return a model whose chunks have these numbers of layers without and with a window."""
+    if len(layers) == 1:
+        return replace(architecture, num_layers=layers[0] * chunks, layers=())
+    kinds = [
+        next(each for each in architecture.layers if (each.window is not None) == local)
+        for local in (False, True)
+    ]
+    chunk = [each for each, size in zip(kinds, layers, strict=True) for _ in range(size)]
+    return replace(architecture, num_layers=len(chunk) * chunks, layers=tuple(chunk * chunks))
 
 
 @contextmanager
@@ -219,7 +236,7 @@ def _step(
 
 
 def _extended(
-    counted: dict[tuple[int, int, int], _Recorder], target: Sequence[int]
+    counted: dict[tuple[int, ...], _Recorder], target: Sequence[float]
 ) -> dict[Collective, Traffic]:
     found = sorted({collective for recorder in counted.values() for collective in recorder.calls})
     traffic = {}
@@ -253,7 +270,7 @@ def trace_lines(config: RunConfig, architecture: Architecture, world_size: int) 
             yield f"      {group}: {sent / _GIGA:.4f} GB sent, {planned / _GIGA:.4f} planned"
 
 
-def extend(values: Mapping[tuple[int, ...], float], target: Sequence[int]) -> float:
+def extend(values: Mapping[tuple[int, ...], float], target: Sequence[float]) -> float:
     """Evaluate at `target` the multilinear function through `values`, two points on each axis."""
     if not target:
         return values[()]

@@ -14,6 +14,7 @@ from dms_train.kernels.decode.triton_pages import (
 )
 from dms_train.kernels.decode.triton_report import report_status
 from dms_train.kernels.layers.triton_embed import embed
+from dms_train.kernels.layers.triton_gate import geglu, swiglu
 from dms_train.kernels.layers.triton_linear import (
     add_linear,
     linear,
@@ -24,7 +25,6 @@ from dms_train.kernels.layers.triton_linear import (
 from dms_train.kernels.layers.triton_norm import add_norm
 from dms_train.kernels.layers.triton_rope import rotate
 from dms_train.kernels.layers.triton_sample import sample, sample_workspace
-from dms_train.kernels.layers.triton_swiglu import geglu, swiglu
 from dms_train.kernels.prefill.sparse import extend_prompt, plan_chunk
 from dms_train.kernels.prefill.triton_fp8 import read_fp8_pages, write_fp8_pages
 from dms_train.kernels.prefill.triton_state import changed_pages, commit_prefill, read_ring

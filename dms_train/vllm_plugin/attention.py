@@ -7,6 +7,7 @@ Shape letters: h query heads, g KV heads, d head size.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -162,8 +163,17 @@ class DMSAttention(Attention):
 
 
 class NoRotation(nn.Module):
-    """Stands in for RoPE, which the kernels apply."""
+    """Stands in for RoPE, which the kernels apply.
+
+    Args:
+        key_scale: Factor on keys. The kernels divide scores by the root of the head size; the
+            factor makes up for another softmax scale.
+    """
+
+    def __init__(self, key_scale: float) -> None:
+        super().__init__()
+        self.key_scale = 1.0 if math.isclose(key_scale, 1) else key_scale
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return query and key unchanged."""
-        return query, key
+        """Return the query, and the key times the factor."""
+        return query, key if self.key_scale == 1 else key * self.key_scale

@@ -24,33 +24,45 @@ class StepInputs:
     """Cache rows and RoPE of a step, in memory that never moves.
 
     Args:
-        table: RoPE by position, [positions, d]: cosines, then sines.
+        tables: RoPE of each layer by position, [positions, d]: cosines, then sines. Layers with the
+            same RoPE share one tensor.
         requests: Most requests of a batch.
         tokens: Most tokens of a batch.
 
     Attributes:
         rows: int64 [requests], cache rows of the requests; -1 after the last one.
-        angles: [tokens, 2, d], cosines and sines of the tokens, both halves alike.
+        angles: [k, tokens, 2, d], cosines and sines of the tokens, both halves alike, for each of
+            the k different tables.
+        table_of: Index of the table of each layer.
     """
 
-    def __init__(self, table: Tensor, *, requests: int, tokens: int) -> None:
-        self._table = table.unflatten(1, (2, -1))
-        self.rows = torch.full((requests,), -1, dtype=torch.int64, device=table.device)
-        self.angles = table.new_empty(tokens, 2, table.shape[1])
+    def __init__(self, tables: list[Tensor], *, requests: int, tokens: int) -> None:
+        different = {id(table): table for table in tables}
+        numbers = {name: number for number, name in enumerate(different)}
+        self.table_of = [numbers[id(table)] for table in tables]
+        self._tables = [table.unflatten(1, (2, -1)) for table in different.values()]
+        first = tables[0]
+        self.rows = torch.full((requests,), -1, dtype=torch.int64, device=first.device)
+        self.angles = first.new_empty(len(different), tokens, 2, first.shape[1])
 
     def set_rows(self, rows: Tensor) -> None:
         """Set the rows of the requests of a step, integers [b]; the host does not wait."""
         self.rows[: len(rows)] = rows
         self.rows[len(rows) :] = -1
 
-    def rotation(self, position: Tensor) -> Tensor:
-        """Return `interface.rotation_table` of positions, integers [t]."""
-        return self._table[position].float().unsqueeze(1)
+    def rotations(self, position: Tensor) -> list[Tensor]:
+        """Return `interface.rotation_table` of positions, integers [t], for each table."""
+        return [table[position].float().unsqueeze(1) for table in self._tables]
 
     def set_angles(self, position: Tensor) -> None:
         """Compute the angles of tokens, integers [t]."""
-        halves = self._table[position]
-        torch.cat([halves, halves], -1, out=self.angles[: len(position)])
+        for table, angles in zip(self._tables, self.angles, strict=True):
+            halves = table[position]
+            torch.cat([halves, halves], -1, out=angles[: len(position)])
+
+    def angles_of(self, layer: int) -> Tensor:
+        """Return the angles of the tokens in a layer, [tokens, 2, d]."""
+        return self.angles[self.table_of[layer]]
 
 
 class PromptPart(NamedTuple):
@@ -61,14 +73,14 @@ class PromptPart(NamedTuple):
         stop: One after the last token.
         request: Index of the request in the batch.
         begins: Whether the cache holds nothing of the request.
-        table: `rotation_table` of the tokens.
+        rotations: `StepInputs.rotations` of the tokens.
     """
 
     start: int
     stop: int
     request: int
     begins: bool
-    table: Tensor
+    rotations: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,13 +124,13 @@ class BatchAttention:
     def _decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
-        first = slice(self.singles)
+        first, angles = slice(self.singles), self.inputs.angles_of(layer)
         step = Step(
             query=query[first],
             key=key[first],
             value=value[first],
-            cos=self.inputs.angles[first, 0],
-            sin=self.inputs.angles[first, 1],
+            cos=angles[first, 0],
+            sin=angles[first, 1],
             position=self.position[first],
             rows=self.inputs.rows[first],
         )
@@ -134,10 +146,9 @@ class BatchAttention:
         output: Tensor,
     ) -> None:
         tokens = slice(part.start, part.stop)
+        table = part.rotations[self.inputs.table_of[layer]]
         row = self.inputs.rows[part.request, None]
-        given = Part(
-            query[tokens], key[tokens], value[tokens], self.position[tokens], row, part.table
-        )
+        given = Part(query[tokens], key[tokens], value[tokens], self.position[tokens], row, table)
         self.graphs.attend(layer, given, part.begins, output[tokens])
 
 
@@ -161,6 +172,6 @@ def batch_attention(
     parts = []
     for index in range(singles, len(counts)):
         start, stop = starts[index : index + 2]
-        table = inputs.rotation(position[start:stop])
-        parts.append(PromptPart(start, stop, index, computed[index] == 0, table))
+        rotations = inputs.rotations(position[start:stop])
+        parts.append(PromptPart(start, stop, index, computed[index] == 0, rotations))
     return BatchAttention(cache, graphs, inputs, position, singles, parts)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged_local import LocalPagedCache
 from dms_train.inference.policies.dms import DMSPolicy
+from dms_train.inference.policies.local_layers import with_windows
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import AttentionWorkspace, FreePages, PagedCache, Step
 from dms_train.method.dms.spec import DMSSpec
@@ -68,16 +70,20 @@ class GrantedCache(PagedKVCache):
         pool: Pool of the pages.
         spec: Specification of the model.
         sizes: Sizes of the cache.
+        windows: Tokens that a query reads in each layer, its own included; None for all.
 
     Attributes:
-        spec: As given.
+        specs: Specification of each layer; None for a layer with a window.
     """
 
     pool: GrantedPool
 
-    def __init__(self, pool: GrantedPool, spec: DMSSpec, sizes: CacheSizes) -> None:
-        super().__init__(pool, DMSPolicy(spec.window, spec.governing_shift), sizes)
-        self.spec = spec
+    def __init__(
+        self, pool: GrantedPool, spec: DMSSpec, sizes: CacheSizes, windows: list[int | None]
+    ) -> None:
+        policy = with_windows(DMSPolicy(spec.window, spec.governing_shift), "dms", windows)
+        super().__init__(pool, policy, sizes)
+        self.specs = [spec if window is None else None for window in windows]
         self._reserves = False  # the scheduler has granted the pages
         self._row_numbers = torch.arange(sizes.rows, device=pool.device)
 
@@ -95,7 +101,7 @@ class GrantedCache(PagedKVCache):
             output: [b, query heads, d]; written, and 0 where the row is -1.
         """
         kernels, cache, d = dispatch.triton_kernels(), self.view(layer), token.query.shape[-1]
-        query = kernels.append(token, cache, self._rule_of(self.spec, d))
+        query = kernels.append(token, cache, self._rule_at(layer, self.specs[layer], d))
         memory = self._workspace(query, cache)
         kernels.attend(query, cache, token.rows, d**-0.5, memory, output)
 
@@ -120,3 +126,15 @@ class GrantedCache(PagedKVCache):
         """
         pages = self.lists.pages(self.lists.lengths[:, rows.long()]).sum((0, 2), dtype=torch.int32)
         return torch.where(self.pool.free.fault > 0, -1, pages)
+
+
+class GrantedLocalCache(GrantedCache, LocalPagedCache):
+    """The same for a model in which some layers have a sliding window."""
+
+
+def granted_cache(
+    pool: GrantedPool, spec: DMSSpec, sizes: CacheSizes, windows: list[int | None]
+) -> GrantedCache:
+    """Build the cache of a model; see `GrantedCache`."""
+    kind = GrantedLocalCache if any(windows) else GrantedCache
+    return kind(pool, spec, sizes, windows)

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from transformers import (
     AutoConfig,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
+
+
+class Gemma3TextConfigDMS(Gemma3TextConfig):
+    """Gemma 3, the language models."""
+
+    model_type = "dms_gemma3_text"
 
 
 class LlamaConfigDMS(LlamaConfig):
@@ -46,12 +54,20 @@ class Qwen3MoeConfigDMS(Qwen3MoeConfig):
     model_type = "dms_qwen3_moe"
 
 
+class SmolLM3ConfigDMS(SmolLM3Config):
+    """SmolLM3."""
+
+    model_type = "dms_smollm3"
+
+
 CONFIGURATIONS: tuple[type[PretrainedConfig], ...] = (
+    Gemma3TextConfigDMS,
     LlamaConfigDMS,
     MistralConfigDMS,
     Qwen2ConfigDMS,
     Qwen3ConfigDMS,
     Qwen3MoeConfigDMS,
+    SmolLM3ConfigDMS,
 )
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.inference.cache.paged import CacheSizes
 from dms_train.kernels.decode.types import FP8
 from dms_train.vllm_plugin.attention import DMSAttention, NoRotation
-from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool
+from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool, granted_cache
 from dms_train.vllm_plugin.settings import FP8_CACHES, read_dms_spec
 from dms_train.vllm_plugin.state import DMSModelState
 
@@ -26,12 +30,12 @@ class Retrofit(NamedTuple):
     Attributes:
         attention: Attention layers, in order.
         cache: The cache.
-        table: RoPE by position, [positions, head size]: cosines, then sines.
+        tables: RoPE of each layer by position, [positions, head size]: cosines, then sines.
     """
 
     attention: list[DMSAttention]
     cache: GrantedCache
-    table: Tensor
+    tables: list[Tensor]
 
 
 class Retrofitted(nn.Module):
@@ -45,22 +49,37 @@ class Retrofitted(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        a = read_architecture(resolve(vllm_config.model_config.model))
         blocks = [layer.self_attn for layer in self.model.layers]
-        table = blocks[0].rotary_emb.cos_sin_cache
+        tables = _rotary_tables([block.rotary_emb.cos_sin_cache for block in blocks], a)
         for number, block in enumerate(blocks):
             block.attn = DMSAttention(block.attn, number, len(blocks), vllm_config)
-            block.rotary_emb = NoRotation()
+            block.rotary_emb = NoRotation(block.scaling * block.head_dim**0.5)
         attention = [block.attn for block in blocks]
+        cache = _build_cache(attention, vllm_config, [own.window for own in a.attention_layers])
         # a tuple, so that torch registers no module twice
-        self.retrofit = Retrofit(attention, _build_cache(attention, vllm_config, table), table)
+        self.retrofit = Retrofit(attention, cache, tables)
 
     def get_model_state_cls(self) -> type[DMSModelState]:
         """Return the class of the model's state in model runner V2."""
         return DMSModelState
 
 
+def _rotary_tables(tables: list[Tensor], a: Architecture) -> list[Tensor]:
+    """Return RoPE of each layer, with angles of zero in layers without it.
+
+    Args:
+        tables: RoPE of each layer as vLLM built it, [positions, head size].
+        a: The model.
+    """
+    half = tables[0].new_ones(tables[0].shape[1] // 2)
+    still = torch.cat([half, 0 * half]).expand(len(tables[0]), -1)  # takes no memory
+    layers = zip(tables, a.attention_layers, strict=True)
+    return [still if own.rotary_base is None else table for table, own in layers]
+
+
 def _build_cache(
-    attention: list[DMSAttention], vllm_config: VllmConfig, table: Tensor
+    attention: list[DMSAttention], vllm_config: VllmConfig, windows: list[int | None]
 ) -> GrantedCache:
     """Allocate the page tables, which vLLM counts as memory of the model."""
     model, options, first = vllm_config.model_config, vllm_config.cache_config, attention[0]
@@ -68,7 +87,7 @@ def _build_cache(
         head_size=first.head_size,
         dtype=model.dtype,
         stored=FP8 if options.cache_dtype in FP8_CACHES else None,
-        device=table.device,
+        device=torch.get_default_device(),
         page_slots=options.block_size,
     )
     sizes = CacheSizes(
@@ -78,7 +97,11 @@ def _build_cache(
         group=first.num_heads // first.num_kv_heads,
         longest=model.max_model_len,
     )
-    return GrantedCache(pool, read_dms_spec(model.model), sizes)
+    return granted_cache(pool, read_dms_spec(model.model), sizes, windows)
+
+
+class Gemma3ForCausalLMDMS(Retrofitted, Gemma3ForCausalLM):
+    """Gemma 3, the language models."""
 
 
 class LlamaForCausalLMDMS(Retrofitted, LlamaForCausalLM):
@@ -98,4 +121,8 @@ class Qwen3ForCausalLMDMS(Retrofitted, Qwen3ForCausalLM):
 
 
 class Qwen3MoeForCausalLMDMS(Retrofitted, Qwen3MoeForCausalLM):
-    """Qwen3, the mixture-of-experts models; `settings` refuses them."""
+    """Qwen3, the mixture-of-experts models."""
+
+
+class SmolLM3ForCausalLMDMS(Retrofitted, LlamaForCausalLM):
+    """SmolLM3, which is Llama except for its layers without RoPE."""

@@ -167,7 +167,7 @@ def _attend(
         sin=sin,
         position=part.position[None],
         rows=part.row,
-        spec=cache.spec,
+        spec=cache.specs[layer],
         lengths=lengths,
         begins=begins,
         table=part.table,

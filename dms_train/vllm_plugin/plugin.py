@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dms_train.families import FAMILIES
 
-SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families with a class in `models` and one in `configurations`; `settings` refuses experts."""
+SERVED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""Families with a class in `models` and one in `configurations`."""
 
 
 def register() -> None:

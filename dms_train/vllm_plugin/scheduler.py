@@ -18,7 +18,7 @@ from dms_train.hf.directory import resolve
 from dms_train.hf.formats import read_target_cr
 from dms_train.vllm_plugin.credit import Account, CreditManager
 from dms_train.vllm_plugin.metrics import attach_counts
-from dms_train.vllm_plugin.settings import read_dms_spec
+from dms_train.vllm_plugin.settings import layer_windows, read_dms_spec
 
 
 class Expected(NamedTuple):
@@ -46,7 +46,8 @@ class DMSScheduler(Scheduler):
         self._expected: dict[int, dict[str, Expected]] = {}
         self._most_tokens = self.max_num_scheduled_tokens
         model = vllm_config.model_config.model
-        manager.expect(read_dms_spec(model).window + 1, read_target_cr(resolve(model)))
+        windows = [read_dms_spec(model).window + 1, *filter(None, layer_windows(model))]
+        manager.expect(max(windows), read_target_cr(resolve(model)))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step, limited to the tokens that fit the free blocks."""

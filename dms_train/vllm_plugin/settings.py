@@ -10,7 +10,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dms_train.hf.directory import resolve
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import read_spec
 from dms_train.hf.side_files import is_adapter
 from dms_train.method.dms.spec import DMSSpec
@@ -39,6 +39,11 @@ def read_dms_spec(model: str | Path) -> DMSSpec:
     raise PluginError(f"{model}: {found}; give an export that was retrofitted with dms")
 
 
+def layer_windows(model: str | Path) -> list[int | None]:
+    """Return the tokens that a query reads in each layer of a model directory; None for all."""
+    return [layer.window for layer in read_architecture(resolve(model)).attention_layers]
+
+
 class RetrofittedConfig(VerifyAndUpdateConfig):
     """Hook of vLLM for the architectures `<Family>ForCausalLMDMS`."""
 
@@ -53,6 +58,10 @@ class RetrofittedConfig(VerifyAndUpdateConfig):
         for refused, message in _refusals(vllm_config):
             if refused:
                 raise PluginError(f"a DMS model in vLLM: {message}")
+        config = vllm_config.model_config.hf_text_config
+        if hasattr(config, "max_window_layers"):
+            # vLLM refuses Qwen with windows in some layers, whose attention the plugin replaces
+            config.max_window_layers = config.num_hidden_layers
         vllm_config.scheduler_config.scheduler_cls = SCHEDULER
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
 
@@ -112,6 +121,10 @@ def _cache_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             f"kv_cache_dtype={cache.cache_dtype} is not supported; use auto or fp8",
         ),
         (
+            cache.cache_dtype in FP8_CACHES and any(layer_windows(config.model_config.model)),
+            f"layers with a sliding window store no fp8; remove kv_cache_dtype={cache.cache_dtype}",
+        ),
+        (
             config.model_config.enable_sleep_mode,
             "sleep mode drops the cache; remove --enable-sleep-mode",
         ),
@@ -142,16 +155,7 @@ def _parallel_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
 def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     runner = config.model_config.runner_type
     nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
-    kinds = getattr(config.model_config.hf_config, "layer_types", None) or ()
     return [
-        (
-            getattr(config.model_config.hf_config, "num_experts", 0),
-            "mixtures of experts are not yet tested with vLLM; use dms-serve",
-        ),
-        (
-            "sliding_attention" in kinds,
-            "it has layers with a sliding window; use dms-serve",
-        ),
         (config.lora_config, "LoRA changes the eviction channel; remove --enable-lora"),
         (
             config.scheduler_config.scheduler_cls not in (None, SCHEDULER),

@@ -63,8 +63,8 @@ class DMSModelState(DefaultModelState):
 
     def __init__(self, vllm_config: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, model, *args, **kwargs)
-        self._attention, self._cache, table = model.retrofit
-        self._inputs = StepInputs(table, requests=self.max_num_reqs, tokens=self.max_num_tokens)
+        self._attention, self._cache, tables = model.retrofit
+        self._inputs = StepInputs(tables, requests=self.max_num_reqs, tokens=self.max_num_tokens)
         first = self._attention[0]
         self._graphs = PartGraphs(
             self._cache,

@@ -22,6 +22,7 @@ from dms_train.inference.cache_builder import build_cache
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions
+from dms_train.inference.policies.local_layers import with_windows
 from dms_train.inference.policies.registry import build_policy
 from dms_train.method.dms.spec import DMSSpec
 from tests.unit.inference.conftest import random_ids, tiny_architecture, varied_weights
@@ -104,8 +105,8 @@ class _Recorder:
 
     def step(self, layer: int, step: AttentionStep) -> Any:
         decisions = step.decisions()
-        assert decisions is not None
-        self.decisions[layer].append(decisions[0])
+        if decisions is not None:  # a layer with a window makes none
+            self.decisions[layer].append(decisions[0])
         return self._cache.step(layer, step)
 
 
@@ -135,10 +136,14 @@ def ours(
     model = load_model(Path(directory), dtype=dtype)
     assert model.spec is not None
     spec = model.spec.override(**overrides)
-    for layer in model.decoder.layers:
-        layer.self_attn.spec = spec
+    layers = model.architecture.attention_layers
+    for number in model.architecture.method_layers:
+        model.decoder.layers[number].self_attn.spec = spec
     options = EngineOptions(max_num_seqs=1, page_slots=4, slab_pages=8)
-    cache = build_cache(model, build_policy(policy, {}, spec), options)
+    windows = [layer.window for layer in layers]
+    cache = build_cache(
+        model, with_windows(build_policy(policy, {}, spec), policy, windows), options
+    )
     recorder = _Recorder(cache, model.architecture.num_layers)
     rows, logits, live, seen = torch.tensor([0]), [], [], 0
     for part in [tokens[:prompt], *([token] for token in tokens[prompt:])]:
@@ -150,7 +155,7 @@ def ours(
         seen += len(part)
     return {
         "logits": torch.cat(logits),
-        "decisions": torch.stack([torch.cat(part, -1) for part in recorder.decisions]),
+        "decisions": torch.stack([torch.cat(part, -1) for part in recorder.decisions if part]),
         "live": torch.stack(live),
     }
 

@@ -13,6 +13,7 @@ OPTIM = "dms_train/mcore/schedule/optimizer.py"
 COMPAT = "dms_train/mcore/compat.py"
 ATTENTION = "dms_train/mcore/layers/attention.py"
 STAGES = "dms_train/training/stages.py"
+ADAPTER = "dms_train/hf/adapter.py"
 POLICY = "dms_train/inference/policies/dms.py"
 
 ONE_STEP = "tests/unit/mcore/test_one_step.py::"
@@ -27,6 +28,7 @@ RESET = "tests/distributed/test_channel_reset.py::"
 ROWS = RESET + "test_the_channels_rows_are_zero_and_all_others_as_before"
 OWN_RATE = "tests/unit/training/test_stages.py::"
 RATES = OWN_RATE + "test_a_learning_rate_of_its_own_holds_for_that_stage_alone"
+ADAPTERS = "tests/unit/mcore/test_adapter_export.py::"
 
 MUTATIONS = [
     # The objective
@@ -492,6 +494,50 @@ MUTATIONS = [
         "$X.chunk(self.cp_size, 1)[self.cp_rank]",
         "$X.chunk(self.cp_size, 1)[0]",
         "tests/distributed/test_parity.py::test_layout_equals_one_process[llama-dms-cp2-packed]",
+    ),
+    # Gemma 3
+    Mutation(
+        "the softmax scale of config.json is ignored",
+        ATTENTION,
+        "softmax_scale or $DEFAULT",
+        "$DEFAULT",
+        PLAIN + "[sandwich]",
+    ),
+    Mutation(
+        "embeddings are not scaled",
+        MODEL,
+        "$EMBEDDED * self._embedding_scale if self._embedding_scale != 1 else $EMBEDDED",
+        "$EMBEDDED",
+        PLAIN + "[sandwich]",
+    ),
+    Mutation(
+        "norms multiply by their weight alone",
+        MODEL,
+        "$ARCHITECTURE.described.centered_norms",
+        "False",
+        PLAIN + "[sandwich]",
+    ),
+    # Adapters beside their base model
+    Mutation(
+        "a merged adapter forgets its scale",
+        ADAPTER,
+        "$FROZEN + self._scale * $PRODUCT",
+        "$FROZEN + $PRODUCT",
+        ADAPTERS + "test_base_and_adapter_are_the_merged_export[biases]",
+    ),
+    Mutation(
+        "an adapter takes any base model",
+        ADAPTER,
+        "$HASH != self._rows_hash",
+        "False",
+        ADAPTERS + "test_a_wrong_or_missing_base_is_refused_in_one_line",
+    ),
+    Mutation(
+        "an adapter changes the base model without the rounding of the training",
+        ADAPTER,
+        "$BASE.to(self._trained).float()",
+        "$BASE.float()",
+        ADAPTERS + "test_an_adapter_in_float32_of_a_run_in_bf16_has_the_rounded_base",
     ),
     # The scheduler
     Mutation(

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.kernels.layers import triton_decide, triton_rope
+from dms_train.kernels.layers.triton_gate import geglu, swiglu
 from dms_train.kernels.layers.triton_norm import add_norm, rms_norm
-from dms_train.kernels.layers.triton_swiglu import geglu, swiglu
 from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dms_train.app import collectives
 from dms_train.config.schema import RunConfig
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture, Experts
 from dms_train.planning.memory import stages_of
 from dms_train.planning.step_time import sent_bytes
@@ -42,6 +44,8 @@ EXPERT_RANKS = {"ep2": 2, "tp2_ep2_full": 2}
 OVERLAPPED = ("tp2_mlp",)
 # Ranks that share the positions of a sample.
 CONTEXT_RANKS = {"cp4_tp2": 4}
+_LOCAL, _GLOBAL = (LayerAttention(rotary_base=1e4, window=window) for window in (64, None))
+WINDOWS = (_LOCAL, _GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL, _GLOBAL)
 EXPERTS = Experts(count=16, topk=2, ffn_hidden_size=64, normalize=True)
 
 
@@ -85,9 +89,10 @@ def compared(layout: str) -> dict[str, Any]:
     return {"first": found[0], "last": found[len(stages) - 1]}
 
 
-def whole() -> dict[str, Any]:
+def whole(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
     """Calls and bytes of one step of the whole configuration, and those extended to it."""
     made, model = config("uneven_tp2_pp2"), architecture("uneven_tp2_pp2")
+    model = replace(model, layers=layers)
     extended = collectives.trace(made, model, WORLD_SIZE, 0)
     with collectives._one_process(WORLD_SIZE, 0):
         engine, names = collectives._engine(made, model)
@@ -114,5 +119,9 @@ def _name(collective: collectives.Collective) -> str:
 
 if __name__ == "__main__":
     results = {layout: compared(layout) for layout in LAYOUTS}
-    results |= {"whole": whole(), "reductions": [reductions(None), reductions(100_000)]}
+    results |= {
+        "whole": whole(()),
+        "windows": whole(WINDOWS),
+        "reductions": [reductions(None), reductions(100_000)],
+    }
     Path(sys.argv[1]).write_text(json.dumps(results))

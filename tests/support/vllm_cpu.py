@@ -92,8 +92,10 @@ def main() -> None:
     round_fp8_to_nearest()
     pretend_platform()
     from dms_train.vllm_plugin.plugin import register
+    from tests.support.vllm_experts import register_operators
 
     register()
+    register_operators()
     module, _, name = sys.argv[1].rpartition(".")
     function = getattr(importlib.import_module(f"tests.support.{module or 'vllm_engine'}"), name)
     results = [function(job) for job in json.loads((folder / "jobs.json").read_text())]

@@ -19,6 +19,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from dms_train.vllm_plugin.attention import DMSMetadataBuilder
 from dms_train.vllm_plugin.credit import CreditManager
@@ -48,6 +49,7 @@ class Recorder(Executor):
         with set_current_vllm_config(config):
             if not torch.distributed.is_initialized():
                 join(ranks, self.rank, self.store or f"{Path(sys.argv[2]).resolve()}/store")
+            init_workspace_manager(torch.device("cpu"))
             self.runner = GPUModelRunner(config, torch.device("cpu"))
             self.runner.load_model()
         self.cache = self.runner.model.retrofit.cache

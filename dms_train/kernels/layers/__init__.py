@@ -1,1 +1,1 @@
-"""Fused layers around the attention: RoPE, SwiGLU, RMSNorm, decisions; each with its gradient."""
+"""Fused layers around the attention: RoPE, gates, RMSNorm, decisions; each with its gradient."""

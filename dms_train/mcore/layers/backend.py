@@ -71,7 +71,7 @@ class FusedGate(MegatronModule):
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Return activation(gate) * up for [..., gate and up]."""
-        from dms_train.kernels.layers.triton_swiglu import geglu, swiglu
+        from dms_train.kernels.layers.triton_gate import geglu, swiglu
 
         return geglu(gate_and_up) if self.is_gelu else swiglu(gate_and_up)
 

@@ -38,11 +38,12 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["whole", "windows"])
 def test_few_layers_short_samples_and_few_microbatches_stand_for_many(
-    found: dict[str, Any],
+    found: dict[str, Any], model: str
 ) -> None:
     """A step of the whole configuration has the calls and bytes that were extended to it."""
-    extended, real = found["whole"]["extended"], found["whole"]["real"]
+    extended, real = found[model]["extended"], found[model]["real"]
     assert extended.keys() == real.keys()
     for name, (calls, size) in real.items():
         assert extended[name][1] == pytest.approx(size, rel=1e-9), name

@@ -65,7 +65,7 @@ def test_busy_time_counts_overlapping_kernels_once() -> None:
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
         ("attend_backward", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
-        ("swiglu_backward", "activation"),
+        ("gate_backward", "activation"),
         ("rms_norm_backward", "norm"),
         (
             "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add",

@@ -13,10 +13,10 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
 
 from dms_train.kernels.layers.triton_decide import decide_merges
+from dms_train.kernels.layers.triton_gate import swiglu
 from dms_train.kernels.layers.triton_merge import merge
 from dms_train.kernels.layers.triton_norm import rms_norm
 from dms_train.kernels.layers.triton_rope import rope_table, split_and_rotate
-from dms_train.kernels.layers.triton_swiglu import swiglu
 from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method.spec import PRESETS
 from tests.support import eviction_channel_cases

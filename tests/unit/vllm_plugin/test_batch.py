@@ -81,7 +81,8 @@ TRUTH = {row: truth(row) for row in range(ROWS)}
 def new_cache(stored=None):
     sizes = {"head_size": SIZE, "dtype": torch.float32, "page_slots": PAGE}
     pool = GrantedPool(device=torch.device("cpu"), stored=stored, **sizes)
-    cache = GrantedCache(pool, SPEC, CacheSizes(LAYERS, ROWS, HEADS, GROUP, LENGTH))
+    sizes = CacheSizes(LAYERS, ROWS, HEADS, GROUP, LENGTH)
+    cache = GrantedCache(pool, SPEC, sizes, [None] * LAYERS)
     raw = torch.zeros((PAGES + 1) * pool.page_slots * pool.slot_bytes, dtype=torch.int8)
     pool.bind(raw.view(torch.uint8 if stored == FP8 else torch.float32))
     return cache
@@ -92,7 +93,7 @@ def new_graphs(cache):
 
 
 def new_inputs():
-    return StepInputs(rope_table(), requests=ROWS, tokens=32)
+    return StepInputs([rope_table()] * LAYERS, requests=ROWS, tokens=32)
 
 
 class Requests:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dms_train.vllm_plugin import compat
 from dms_train.vllm_plugin.compat import REQUIRED, TESTED, difference
-from dms_train.vllm_plugin.plugin import retrofitted_architectures
+
+MODELS = Path(compat.__file__).with_name("models.py")
 
 
 def download(version: str, folder: Path) -> Path:
@@ -46,6 +48,13 @@ def parameters(tree: ast.AST, path: str) -> list[str] | None:
     return names[1:] if names[:1] == ["cls"] else names  # as `inspect` has them
 
 
+def model_classes() -> dict[str, str]:
+    """Classes of vLLM that the plugin's models extend, by module."""
+    imports = [n for n in ast.walk(ast.parse(MODELS.read_text())) if isinstance(n, ast.ImportFrom)]
+    prefix = "vllm.model_executor.models."
+    return {n.module: n.names[0].name for n in imports if n.module.startswith(prefix)}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("version", TESTED)
@@ -59,10 +68,9 @@ def test_wheels_have_the_required_signatures(version, request):
             found = parameters(tree, path)
             missing = "missing" if found is None else difference(found, *required)
             problems += [(hook, missing)] if missing else []
-        for architecture in retrofitted_architectures():
-            family = architecture.removesuffix("ForCausalLMDMS").lower()
-            source = wheel.read(f"vllm/model_executor/models/{family}.py").decode()
-            assert f"class {architecture.removesuffix('DMS')}(" in source
+        for module, name in model_classes().items():
+            source = wheel.read(f"{module.replace('.', '/')}.py").decode()
+            assert f"class {name}(" in source
             assert "self.rotary_emb(positions, q, k)" in source
             assert "self.attn(q, k, v)" in source
     assert problems == []

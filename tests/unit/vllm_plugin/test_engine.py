@@ -11,6 +11,7 @@ import torch
 from triton.runtime import interpreter
 
 from dms_train.export.writer import write_export
+from dms_train.families import LayerAttention
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.interop.conftest import ours
@@ -29,6 +30,9 @@ NEW_TOKENS = 12
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
 # family, format, preset
 EXPORTS = {
+    # the first one: vLLM creates the process group of experts with the first model of a process
+    "qwen3-moe-dms": ("qwen3_moe", "dms", "dms"),
+    "gemma3-dms": ("gemma3_text", "dms", "dms"),
     "llama-dms": ("llama", "dms", "dms"),
     "llama-fastdms": ("llama", "fastdms", "dms_fastdms"),
     "mistral-dms": ("mistral", "dms", "dms"),
@@ -36,10 +40,14 @@ EXPORTS = {
     "qwen3-dms": ("qwen3", "dms", "dms"),
     "qwen3-nvidia": ("qwen3", "nvidia", "dms_nvidia"),
     "qwen3-fastdms": ("qwen3", "fastdms", "dms_fastdms"),
+    "smollm3-dms": ("smollm3", "dms", "dms"),
 }
+_LAYERS = [LayerAttention(rotary_base=1e6, window=window) for window in (8, None)]
+WINDOWED = {name: {"layers": tuple(_LAYERS)} for name in ("qwen2-windows", "qwen3-windows")}
+EXPORTS |= {name: (name.partition("-")[0], "dms", "dms") for name in WINDOWED}
 
 
-def write(path: Path, family: str, export_format: str, preset: str, **sizes: int) -> str:
+def write(path: Path, family: str, export_format: str, preset: str, **sizes: Any) -> str:
     a = replace(tiny_architecture(family), **sizes)
     write_export(
         path,
@@ -80,7 +88,9 @@ class Served:
 @pytest.fixture(scope="module")
 def served(in_vllm, tmp_path_factory) -> dict[str, Served]:
     folder = tmp_path_factory.mktemp("exports")
-    models = {name: write(folder / name, *how) for name, how in EXPORTS.items()}
+    models = {
+        name: write(folder / name, *how, **WINDOWED.get(name, {})) for name, how in EXPORTS.items()
+    }
     jobs = [job(model) for model in models.values()]
     models["synchronous"] = models["llama-dms"]
     jobs.append(job(models["synchronous"], options={**OPTIONS, "async_scheduling": False}))

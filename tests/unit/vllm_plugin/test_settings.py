@@ -55,10 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
 
 _QWEN3 = tiny_architecture("qwen3")
 _GLOBAL, _LOCAL = (LayerAttention(rotary_base=_QWEN3.rotary_base, window=w) for w in (None, 8))
-UNSERVED = {
-    "experts": (tiny_architecture("qwen3_moe"), "mixtures of experts are not yet tested"),
-    "windows": (replace(_QWEN3, layers=(_GLOBAL, _LOCAL)), "it has layers with a sliding window"),
-}
+WINDOWED = replace(_QWEN3, layers=(_GLOBAL, _LOCAL))
 
 
 def write(
@@ -114,7 +111,9 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
         "mislabelled": mislabelled,
     }
     as_dms = {"retrofitted": True, "preset": "dms", "export_format": "dms"}
-    others |= {name: write(folder / name, a=a, **as_dms) for name, (a, _) in UNSERVED.items()}
+    windowed = write(folder / "windowed", a=WINDOWED, **as_dms)
+    cases["windowed, fp8"] = (windowed, {"kv_cache_dtype": "fp8"}, {})
+    others["windowed"] = windowed
     cases |= {name: (path, {}, {}) for name, path in others.items()}
     architecture = {"hf_overrides": {"architectures": ["Qwen3ForCausalLMDMS"]}}
     cases["plain, overridden"] = (plain, architecture, {})
@@ -133,11 +132,9 @@ def test_an_option_is_refused_in_one_line(configured, name):
     assert "\n" not in error
 
 
-@pytest.mark.parametrize("name", UNSERVED)
-def test_a_model_that_is_not_served_is_refused_in_one_line(configured, name):
-    error = configured[name]["error"]
-    assert error.startswith(f"PluginError: a DMS model in vLLM: {UNSERVED[name][1]}")
-    assert "\n" not in error
+def test_fp8_is_refused_for_layers_with_a_window_in_one_line(configured):
+    reason = "layers with a sliding window store no fp8; remove kv_cache_dtype=fp8"
+    assert configured["windowed, fp8"]["error"] == f"PluginError: a DMS model in vLLM: {reason}"
 
 
 def test_an_adapter_is_refused(configured):
@@ -157,7 +154,7 @@ def test_a_dense_model_under_the_architecture_of_dms_is_refused(configured):
     assert "it is a dense model" in configured["mislabelled"]["error"]
 
 
-@pytest.mark.parametrize("name", ["export", "plain, overridden", *FP8])
+@pytest.mark.parametrize("name", ["export", "windowed", "plain, overridden", *FP8])
 def test_an_export_gets_its_scheduler_and_no_prefix_cache(configured, name):
     assert configured[name] == {
         "scheduler": "dms_train.vllm_plugin.scheduler.build_scheduler",

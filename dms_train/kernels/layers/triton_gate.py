@@ -1,7 +1,8 @@
-"""SwiGLU and GeGLU, in one pass over memory each way; only their input is saved.
+"""Gated activations: SwiGLU and GeGLU, in one pass over memory each way.
 
-Both are gate * sigmoid(inner) * up. SwiGLU has inner = gate. GeGLU with the tanh approximation has
-inner = 2 sqrt(2 / pi) (gate + 0.044715 gate^3), because (1 + tanh(x / 2)) / 2 = sigmoid(x).
+Only their input is saved. Both are gate * sigmoid(inner) * up. SwiGLU has inner = gate. GeGLU with
+the tanh approximation has inner = 2 sqrt(2 / pi) (gate + 0.044715 gate^3), because
+(1 + tanh(x / 2)) / 2 = sigmoid(x).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
-def swiglu_forward(x_ptr, out_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate_forward(x_ptr, out_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Compute BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +36,7 @@ def swiglu_forward(x_ptr, out_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def swiglu_backward(x_ptr, d_out_ptr, d_x_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate_backward(x_ptr, d_out_ptr, d_x_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the gradients of BLOCK gates and BLOCK factors of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +67,7 @@ class _Gated(torch.autograd.Function):
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
         grid = _grid(out.numel() // width, width)
-        swiglu_forward[grid](x, out, width, GELU=gelu, BLOCK=_BLOCK)
+        gate_forward[grid](x, out, width, GELU=gelu, BLOCK=_BLOCK)
         ctx.save_for_backward(x)
         ctx.gelu = gelu
         return out
@@ -77,7 +78,7 @@ class _Gated(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         d_x, width = torch.empty_like(x), d_out.shape[-1]
         grid = _grid(d_out.numel() // width, width)
-        swiglu_backward[grid](x, d_out.contiguous(), d_x, width, GELU=ctx.gelu, BLOCK=_BLOCK)
+        gate_backward[grid](x, d_out.contiguous(), d_x, width, GELU=ctx.gelu, BLOCK=_BLOCK)
         return d_x, None
 
 
