@@ -175,3 +175,22 @@ def batch_attention(
         rotations = inputs.rotations(position[start:stop])
         parts.append(PromptPart(start, stop, index, computed[index] == 0, rotations))
     return BatchAttention(cache, graphs, inputs, position, singles, parts)
+
+
+def compile_steps(cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs) -> None:
+    """Run decode steps that store nothing, so that none is compiled while requests wait.
+
+    Kernels are compiled apart for one, for few, and for odd numbers of requests.
+
+    Args:
+        cache: The cache.
+        graphs: Graphs of the cache.
+        inputs: Inputs of the steps; no row is set afterwards.
+    """
+    inputs.set_rows(inputs.rows[:0])
+    for requests in range(1, 1 + min(4, len(inputs.rows))):
+        query, key, value = graphs.sample(requests)
+        position = inputs.rows.new_zeros(requests)
+        batch = BatchAttention(cache, graphs, inputs, position, requests, [])
+        for layer in range(cache.lists_shape[0]):
+            batch.attend(layer, query, key, value, torch.empty_like(query))

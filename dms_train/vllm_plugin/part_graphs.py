@@ -90,6 +90,11 @@ class PartGraphs:
         self._output = torch.zeros_like(self._inputs.query)
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
 
+    def sample(self, requests: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query [b, h, d], key and value [b, g, d] of some tokens without meaning."""
+        query, key, value = self._inputs[:3]
+        return query[:requests], key[:requests], value[:requests]
+
     def capture(self) -> None:
         """Capture all graphs anew, for the memory that the cache has now; it must be empty."""
         self._graphs.clear()

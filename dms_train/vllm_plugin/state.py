@@ -10,7 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from dms_train.vllm_plugin.batch import StepInputs, batch_attention
+from dms_train.vllm_plugin.batch import StepInputs, batch_attention, compile_steps
 from dms_train.vllm_plugin.cache import GrantedCache
 from dms_train.vllm_plugin.part_graphs import PartGraphs
 
@@ -74,7 +74,8 @@ class DMSModelState(DefaultModelState):
             longest=self.max_num_tokens,
         )
         mode = vllm_config.compilation_config.cudagraph_mode
-        self._captures = self._cache.device.type == "cuda" and mode != CUDAGraphMode.NONE
+        # graphs of layers with a window are not tested on a GPU
+        self._captures = mode != CUDAGraphMode.NONE and None not in self._cache.specs
         self._rows: dict[str, int] = {}
         self._memory: Tensor | None = None
 
@@ -130,8 +131,14 @@ class DMSModelState(DefaultModelState):
         if memory is not self._memory:
             self._cache.pool.bind(memory)
             self._memory = memory
-            if self._captures:
-                self._graphs.capture()
+            if self._cache.device.type == "cuda":
+                self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels of decode steps, and capture those of parts of prompts."""
+        compile_steps(self._cache, self._graphs, self._inputs)
+        if self._captures:
+            self._graphs.capture()
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
         """Wrap the sampler."""

@@ -17,7 +17,7 @@ from dms_train.kernels.decode.types import FP8
 from dms_train.method.accounting import live_slots
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
-from dms_train.vllm_plugin.batch import BatchAttention, StepInputs, batch_attention
+from dms_train.vllm_plugin.batch import BatchAttention, StepInputs, batch_attention, compile_steps
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool
 from dms_train.vllm_plugin.part_graphs import PartGraphs
 from tests.support.host_reads import HostReads
@@ -222,6 +222,20 @@ def test_padding_stores_nothing(stored):
     step.replay()
     for x, y in zip(state, before, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.parametrize("stored", [None, FP8])
+def test_compiling_stores_nothing(stored):
+    """What runs before the first request leaves all rows and pages empty."""
+    cache, inputs = new_cache(stored), new_inputs()
+    graphs = new_graphs(cache)
+    inputs.set_rows(torch.arange(ROWS))
+    compile_steps(cache, graphs, inputs)
+    assert inputs.rows.tolist() == [-1] * ROWS
+    graphs._compile()
+    assert not cache.lists.lengths.any()
+    assert int(cache.pool.free.left) == PAGES
+    assert not cache.pool.free.fault.any()
 
 
 def test_fp8_pages_lose_little():
