@@ -125,20 +125,26 @@ def test_pages_go_back():
         cache.pool.take(97)
 
 
-@pytest.mark.usefixtures("prompts_pass")
+CHUNKS_PASS, ONE_PASS = "chunk after chunk", "one pass"
+
+
 @pytest.mark.parametrize(
-    ("family", "policy", "preset"),
+    ("family", "policy", "preset", "prompts_pass"),
     [
-        ("llama", "auto", "dms"),
-        ("llama", "auto", "dms_fastdms"),
-        ("llama", "window", "dms_nvidia"),
-        ("qwen3", "auto", "dms_nvidia"),
-        ("qwen2", "keep_all", "dms"),
-        ("llama", "auto", None),
-        ("smollm3", "auto", "dms"),
-        ("gemma3_text", "auto", "dms"),
+        ("llama", "auto", "dms", CHUNKS_PASS),
+        ("llama", "auto", "dms", ONE_PASS),
+        ("llama", "auto", "dms_fastdms", ONE_PASS),
+        ("llama", "window", "dms_nvidia", CHUNKS_PASS),
+        ("qwen3", "auto", "dms_nvidia", ONE_PASS),
+        ("qwen2", "keep_all", "dms", CHUNKS_PASS),
+        ("llama", "auto", None, ONE_PASS),
+        ("smollm3", "auto", "dms", CHUNKS_PASS),
+        ("gemma3_text", "auto", "dms", CHUNKS_PASS),
+        ("gemma3_text", "auto", "dms", ONE_PASS),
     ],
+    indirect=["prompts_pass"],
 )
+@pytest.mark.usefixtures("prompts_pass")
 def test_the_engine_continues_with_the_same_tokens(folder, family, policy, preset):
     """Prompts in chunks, more of them than rows; tokens, reads and ratios of both caches agree."""
     directory = folder(family, small_spec(preset) if preset else None)
