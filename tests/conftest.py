@@ -6,6 +6,7 @@ the kernels; the choice is read when triton, or a kernel, is first imported.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -44,7 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fail if tests use triton and it has not been imported yet."""
+    """Set up Triton's interpreter; let the garbage collector pass over what has been imported."""
+    gc.collect()
+    gc.freeze()
     if "triton" in sys.modules and not torch.cuda.is_available():
         from tests.support.interpreter import leave_out_idle_work, round_fp8_to_nearest
 

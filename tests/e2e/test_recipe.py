@@ -32,6 +32,7 @@ SHORT = [
 ]
 
 
+TO_4 = ["parallel=single", "stage.retrofit.target_cr=4"]
 OF_THE_MACHINE = (
     "train/tokens_per_second",
     "train/tflops_per_device",
@@ -81,6 +82,13 @@ def retrofit(root: Path, name: str) -> list[str]:
         "observe.wandb=disabled",
         f"run.dir={root}/{name}",
     ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    """A retrofit to CR 4 in one process."""
+    train(1, *retrofit(folder, "whole"), *TO_4)
+    return folder / "whole"
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -160,11 +168,12 @@ def assert_the_report_is_complete(run: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_dms_is_evaluated_between_the_window_and_the_original(folder: Path) -> None:
-    train(1, *retrofit(folder, "compared"), "parallel=single")
+def test_dms_is_evaluated_between_the_window_and_the_original(
+    folder: Path, undisturbed: Path
+) -> None:
     command = launch.module(
         "dms_train.cli.validate",
-        str(folder / "compared/exports/final/hf"),
+        str(undisturbed / "exports/final/hf"),
         f"--teacher={folder}/pretrain/exports/final/hf",
         f"--data={folder}/sheets/train",
         "--seq-length=96",
@@ -181,15 +190,25 @@ def test_dms_is_evaluated_between_the_window_and_the_original(folder: Path) -> N
     assert found["kl_nats_per_token.window_only"] > 0
 
 
-@pytest.mark.dist
-@pytest.mark.timeout(600)
-def test_a_killed_run_resumes_with_the_same_losses(folder: Path) -> None:
-    train(1, *retrofit(folder, "whole"), "parallel=single")
-    words = [*retrofit(folder, "killed"), "parallel=single"]
-    for kill_at in (4, 8):  # in the middle of zero_neuron, then of retrofit
+@pytest.fixture(scope="module")
+def resumed(folder: Path) -> Path:
+    """The same retrofit, killed in zero_neuron, at CR 2 and after CR 3."""
+    words = [*retrofit(folder, "killed"), *TO_4]
+    for kill_at in (4, 8, 18):
         killed(folder / f"killed-{kill_at}", kill_at, words)
     train(1, *words)
-    assert rows(folder / "killed") == rows(folder / "whole")
+    return folder / "killed"
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_a_killed_run_resumes_with_the_same_losses_and_weights(
+    undisturbed: Path, resumed: Path
+) -> None:
+    assert rows(resumed) == rows(undisturbed)
+    for name in ("final", "cr2"):
+        weights = [run / f"exports/{name}/hf/model.safetensors" for run in (undisturbed, resumed)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 @pytest.mark.dist
@@ -242,20 +261,9 @@ def has_optimizer(checkpoint: Path) -> bool:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_only_the_newest_checkpoints_have_optimizer_state(folder: Path) -> None:
-    """A run is killed after CR 3 and resumed to CR 4; the weights at CR 2 start another run."""
-    words = {
-        name: [*retrofit(folder, name), "parallel=single", "stage.retrofit.target_cr=4"]
-        for name in ("to_4", "to_4_resumed")
-    }
-    train(1, *words["to_4"])
-    killed(folder / "after_3", 18, words["to_4_resumed"])
-    train(1, *words["to_4_resumed"])
-    run = folder / "to_4_resumed"
-    assert rows(run) == rows(folder / "to_4")
-    for name in ("final", "cr2"):
-        weights = [folder / each / f"exports/{name}/hf/model.safetensors" for each in words]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
+def test_only_the_newest_checkpoints_have_optimizer_state(folder: Path, resumed: Path) -> None:
+    """The weights at CR 2 start another run."""
+    run = resumed
     kept = sorted(path.name for path in (run / "checkpoints").glob("step_????????"))
     assert kept == ["step_00000018", "step_00000021"]
     assert all(has_optimizer(run / "checkpoints" / name) for name in kept)

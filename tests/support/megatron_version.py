@@ -3,7 +3,8 @@
     python -m tests.support.megatron_version write FOLDER      first half, a checkpoint, second half
     python -m tests.support.megatron_version continue FOLDER   second half from that checkpoint
 
-Both print one JSON object: the version, and the losses of the second half.
+Each prints one line, a JSON object: the version, and the losses of the second half. One process may
+run several commands: `write FOLDER continue ANOTHER`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ CASE = {"architecture": {"num_layers": 2}, "parallel": {"params_dtype": "bf16"},
 
 def main(what: str, folder: Path) -> None:
     """Run one of the two commands above."""
-    hide_known_warnings()
     view = groups.start(ParallelOptions(params_dtype="bf16"), seed=1)
     engine = run.build(CASE, view, seed=1 if what == "write" else 55)
     if what == "write":
@@ -38,4 +38,6 @@ def main(what: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    hide_known_warnings()
+    for command, path in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(command, Path(path))

@@ -233,7 +233,7 @@ def _manager(options: HarnessOptions, names: set[str]) -> Any:
         raise EvaluationError(f"--include-path {include}: no such folder")
     own = [] if include is None else [str(include)]
     manager = TaskManager(include_path=own, include_defaults=False)
-    if names <= set(manager.all_subtasks):
+    if _is_complete(manager, names):
         return manager
     manager = _manager_of_mentions(names, own)
     return manager if names <= set(manager.all_tasks) else TaskManager(include_path=own)
@@ -256,10 +256,27 @@ def _manager_of_mentions(names: set[str], further: list[str]) -> Any:
         # the last folder counts for a name; the harness takes the first of its own
         paths = [*sorted(folders, reverse=True), *further]
         manager = TaskManager(include_path=paths, include_defaults=False)
-        entries = [manager.task_index.get(name) for name in names]
-        members = [_members(entry.cfg.get("task")) for entry in entries if entry and entry.cfg]
-        before, names = names, names.union(*members)
+        before, names = names, names | _members_of(manager, names)
     return manager
+
+
+def _is_complete(manager: Any, names: set[str]) -> bool:
+    """Return True if a manager knows tasks and groups with all their members.
+
+    A tag is never complete, because the harness may have further tasks with it.
+    """
+    entries = [manager.task_index.get(name) for name in names]
+    if not all(entry and entry.cfg for entry in entries):
+        return False
+    members = _members_of(manager, names)
+    return members <= names or _is_complete(manager, names | members)
+
+
+def _members_of(manager: Any, names: set[str]) -> set[str]:
+    entries = [manager.task_index.get(name) for name in names]
+    return set().union(
+        *(_members(entry.cfg.get("task")) for entry in entries if entry and entry.cfg)
+    )
 
 
 def _definitions(folder: Path) -> bytes:

@@ -11,6 +11,7 @@ pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval
 from lm_eval.tasks import TaskManager
 
 from dms_train.evaluation.harness.loading import HarnessOptions, _manager
+from tests.support.harness_tasks import CHOOSE, CONTINUE, ROLL, write_tasks
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +39,12 @@ def test_a_task_has_the_definitions_of_the_whole_index(whole, name, count):
     assert files == defined(whole, name)
     assert len(files) >= count
     assert len(manager.all_tasks) < 0.1 * len(whole.all_tasks)
+
+
+def test_only_groups_of_own_tasks_need_no_definitions_of_the_harness(tmp_path):
+    folder = write_tasks(tmp_path / "tasks")
+    for name, member in (("own", CONTINUE), ("mixed", "lambada_openai")):
+        (folder / f"{name}.yaml").write_text(f"group: {name}\ntask: [{CHOOSE}, {member}]\n")
+    options = HarnessOptions(tasks=("own",), include_path=folder)
+    assert set(_manager(options, {"own"}).all_tasks) == {"own", "mixed", CHOOSE, CONTINUE, ROLL}
+    assert "lambada_openai" in _manager(options, {"mixed"}).all_tasks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -11,13 +12,34 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import collect_env
 
 pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval]'")
 
+from lm_eval.tasks import TaskManager
+
 from dms_train.cli.evaluate import main
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.evaluation.harness import loading
 from tests.support.harness_tasks import CHOOSE, CONTINUE, ROLL, write_tasks
 from tests.unit.evaluation.conftest import SPEC, write_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_lists_read_once():
+    """The harness asks pip for all packages after each task, and reads all tasks after a typo."""
+    whole_index = functools.cache(lambda *paths: TaskManager(include_path=[*paths]))
+
+    def manager(include_path, include_defaults=True):
+        if include_defaults:
+            return whole_index(*include_path)
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        packages = functools.cache(collect_env.get_pretty_env_info)
+        patch.setattr(collect_env, "get_pretty_env_info", packages)
+        patch.setattr(loading, "TaskManager", manager)
+        yield
 
 
 @pytest.fixture(scope="module")
