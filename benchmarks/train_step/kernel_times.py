@@ -11,6 +11,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.train_step.shapes import Case
+
 # The first pattern found in a kernel's name gives its kind.
 KINDS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|barrier_kernel|memcpy ptop"),
@@ -104,9 +106,10 @@ def lines(times: dict[str, Any]) -> list[str]:
     """Return the result of `profile_step` as lines of text."""
     text = [
         f"wall {times['wall_ms']:.1f} ms under the profiler, GPU busy {times['busy_ms']:.1f} ms",
-        *([f"communication alone {times['exposed_ms']:.1f} ms"] * ("exposed_ms" in times)),
         "  ".join(f"{kind} {ms:.1f}" for kind, ms in times["kinds"].items()),
     ]
+    if "exposed_ms" in times:  # not in older records
+        text.insert(1, f"communication alone {times['exposed_ms']:.1f} ms")
     for kernel in times["kernels"]:
         name = kernel["name"][:110]
         text.append(f"{kernel['ms']:9.2f} ms {kernel['calls']:5d}x {kernel['kind']:13s} {name}")
@@ -118,4 +121,9 @@ def lines(times: dict[str, Any]) -> list[str]:
 def tables(record: dict[str, Any]) -> str:
     """Print the kernels of the profiled steps of a stored record."""
     profiled = [row for row in record["rows"] if "profile" in row]
-    return "\n\n".join("\n".join([row["label"], *lines(row["profile"])]) for row in profiled)
+    return "\n\n".join("\n".join([_title(row), *lines(row["profile"])]) for row in profiled)
+
+
+def _title(row: dict[str, Any]) -> str:
+    case = Case.from_dict(row["case"])
+    return f"{case.shape} {case.layout.label}, {row['label']}"

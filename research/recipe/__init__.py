@@ -3,4 +3,6 @@
 from benchmarks.records import Table
 
 _MEASURED = ("dms_train/method", "dms_train/training", "dms_train/inference/policies")
-TABLES = (Table("*/smollm2_*.json", "docs/models.md", _MEASURED),)
+TABLES = tuple(
+    Table(f"*/{name}_*.json", "docs/models.md", _MEASURED) for name in ("smollm2", "qwen25_coder")
+)

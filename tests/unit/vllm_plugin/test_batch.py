@@ -226,7 +226,7 @@ def test_padding_stores_nothing(stored):
 
 @pytest.mark.parametrize("stored", [None, FP8])
 def test_compiling_stores_nothing(stored):
-    """What runs before the first request leaves all rows and pages empty."""
+    """Rows and pages are empty after what runs before the first request."""
     cache, inputs = new_cache(stored), new_inputs()
     graphs = new_graphs(cache)
     inputs.set_rows(torch.arange(ROWS))
