@@ -10,7 +10,7 @@ from dms_train.app.export_evaluation import ModelValidator
 from dms_train.app.exporter import ModelExporter, run_provenance
 from dms_train.app.frozen_base import described_base
 from dms_train.app.preparation import Prepared
-from dms_train.app.samples import batch_source, datasets, selftest_tokens
+from dms_train.app.samples import batch_source, datasets, evaluation_source, selftest_tokens
 from dms_train.app.task_evaluation import TaskEvaluator
 from dms_train.app.teacher_logits import TRAIN, VALID, TeacherPass, record
 from dms_train.app.watch import RunWatch
@@ -51,7 +51,7 @@ def trainer_components(
     config, is_main_rank = prepared.config, view.rank == 0
     train, valid = datasets(prepared, view)
     source = batch_source(config, view, train)
-    evaluated = None if valid is None else batch_source(config, view, valid, len(valid))
+    evaluated = None if valid is None else evaluation_source(config, view, valid)
     provenance = _provenance(prepared)
     exporter = _exporter(prepared, engine, valid or train, provenance)
     reporter = _reporter(prepared, prepared.start.state, view)
@@ -104,7 +104,7 @@ def _teacher_pass(
             TRAIN: config.stage.teacher_logits.samples or 0,
             VALID: 0 if valid is None else valid.global_batch_size,
         },
-        made_with=record(config, contents),
+        made_with=record(config, prepared.architecture, contents),
         folder=prepared.folder,
         top_k=config.stage.teacher_logits.top_k,
         view=engine.view,

@@ -79,7 +79,7 @@ def prepare(config: RunConfig) -> Prepared:
         folder=Path(config.run.dir),
         since=since,
     )
-    teacher_logits.check(config, prepared.steps)
+    teacher_logits.check(config, prepared.architecture, prepared.steps)
     return prepared
 
 

@@ -181,7 +181,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     inputs.verify_data(config.data.paths, view)
     contents = inputs.record(config.data.paths, prepared.start.model_dir, view)
     inputs.require_same_weights(contents, prepared.start)
-    teacher_logits.check(config, prepared.steps, contents)
+    teacher_logits.check(config, prepared.architecture, prepared.steps, contents)
     run_folder.set_aside(prepared.start, is_main_rank=is_main_rank)
     engine = build_engine(prepared, view)
     components = trainer_components(prepared, view, engine, watch, contents)

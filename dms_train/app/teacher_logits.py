@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.teacher_logits import StoredTeacher, stored_samples, write_part
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.json_files import read_json, write_json
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
@@ -24,15 +26,19 @@ from dms_train.training.options import TEACHER_LOGITS
 TRAIN, VALID = "train", "valid"
 RECORD = "teacher.json"
 _VERSION = 1
+_ARCHITECTURE = "model.architecture"
 _SAMPLES, _COMPLETE = "samples", "complete"
 _LOG_LINES = 10
 
 
-def record(config: RunConfig, contents: Mapping[str, Any]) -> dict[str, Any]:
+def record(
+    config: RunConfig, architecture: Architecture, contents: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what the stored distributions depend on, by key of the configuration.
 
     Args:
         config: Configuration of the run.
+        architecture: That of the original.
         contents: Record of the inputs of the run (`inputs.record`).
     """
     data = config.data
@@ -48,7 +54,14 @@ def record(config: RunConfig, contents: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer_sha256": [read_manifest(path).tokenizer_sha256 for path in data.paths],
         DATA: data_hashes(data.paths),
         MODEL: contents.get(MODEL),
+        _ARCHITECTURE: _as_json(architecture),
     }
+
+
+def _as_json(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields on which logits depend, as `teacher.json` holds them."""
+    fields = {k: v for k, v in asdict(architecture).items() if k != "max_position_embeddings"}
+    return dict(json.loads(json.dumps(fields)))
 
 
 def stored_counts(config: RunConfig) -> dict[str, int] | None:
@@ -64,11 +77,17 @@ def stored_counts(config: RunConfig) -> dict[str, int] | None:
     return dict(_read_record(config)[_SAMPLES])
 
 
-def check(config: RunConfig, steps: int, contents: Mapping[str, Any] | None = None) -> None:
+def check(
+    config: RunConfig,
+    architecture: Architecture,
+    steps: int,
+    contents: Mapping[str, Any] | None = None,
+) -> None:
     """Refuse stored distributions that are not those of this run's teacher and samples.
 
     Args:
         config: Configuration of the run.
+        architecture: That of the original.
         steps: Optimizer steps of the run.
         contents: Record of the inputs of the run; None compares everything except the model.
 
@@ -81,7 +100,7 @@ def check(config: RunConfig, steps: int, contents: Mapping[str, Any] | None = No
     where, made = f"teacher.logits={config.teacher.logits}", _read_record(config)
     if not made[_COMPLETE]:
         raise ConfigError(f"{where}: its stage teacher_logits is not finished; run it to its end")
-    for key, value in record(config, contents or {}).items():
+    for key, value in record(config, architecture, contents or {}).items():
         if made.get(key) != value and (key != MODEL or contents is not None):
             raise ConfigError(f"{where}: {_difference(key, made.get(key), value)}")
     needed = steps * config.data.global_batch_size
@@ -93,7 +112,12 @@ def check(config: RunConfig, steps: int, contents: Mapping[str, Any] | None = No
 
 
 def _difference(key: str, made: Any, now: Any) -> str:
-    what = {DATA: "other data", MODEL: "another model", "tokenizer_sha256": "another tokenizer"}
+    what = {
+        DATA: "other data",
+        MODEL: "another model",
+        _ARCHITECTURE: "another config.json of the model",
+        "tokenizer_sha256": "another tokenizer",
+    }
     if key in what:
         return f"was stored with {what[key]}; run the stage teacher_logits again in a new folder"
     return f"was stored with {key}={made} and this run has {now}; use {made}, or store it again"

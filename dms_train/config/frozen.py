@@ -107,7 +107,7 @@ def require_same(config: RunConfig, file: Path) -> None:
     """
     if not file.is_file():
         return
-    before = _fixed(_current(yaml.safe_load(file.read_text())))
+    before = _fixed(to_mapping(read_frozen(file)))  # with defaults for newer keys
     now = _fixed(to_mapping(config))
     written, requested = _own_rates(before), _own_rates(now)
     differing = sorted(k for k in before.keys() | now.keys() if written.get(k) != requested.get(k))

@@ -182,7 +182,8 @@ def _starting_weights(config: RunConfig) -> Iterator[str]:
     if (model.path is None) == (model.architecture is None):
         yield "model.path, model.architecture: set exactly one (model=hf or model=scratch)"
     elif "pretrain" not in run and model.path is None and config.run.load is None:
-        yield f"stage.run: {run[0]} needs weights; set model.path (model=hf) or run.load"
+        other = "" if TEACHER_LOGITS in run else " or run.load"
+        yield f"stage.run: {run[0]} needs weights; set model.path (model=hf){other}"
     elif model.path is None and "pretrain" not in run and needs_teacher(config):
         yield "model.path: distilling needs the original as teacher; set it, or use loss=lm"
     if "hold" in run and "retrofit" not in run and config.run.load is None:

@@ -180,7 +180,8 @@ def batch_attention(
 def compile_steps(cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs) -> None:
     """Run decode steps that store nothing, so that none is compiled while requests wait.
 
-    Kernels are compiled apart for one, for few, and for odd numbers of requests.
+    Kernels are compiled apart between powers of two, and there for numbers of KV lists that 16
+    divides and for others.
 
     Args:
         cache: The cache.
@@ -188,9 +189,15 @@ def compile_steps(cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs) -
         inputs: Inputs of the steps; no row is set afterwards.
     """
     inputs.set_rows(inputs.rows[:0])
-    for requests in range(1, 1 + min(4, len(inputs.rows))):
+    for requests in _sizes_of_steps(len(inputs.rows)):
         query, key, value = graphs.sample(requests)
         position = inputs.rows.new_zeros(requests)
         batch = BatchAttention(cache, graphs, inputs, position, requests, [])
         for layer in range(cache.lists_shape[0]):
             batch.attend(layer, query, key, value, torch.empty_like(query))
+
+
+def _sizes_of_steps(most: int) -> list[int]:
+    """Return the powers of two up to the next one of `most`, and the numbers before them."""
+    powers = [2**k for k in range((most - 1).bit_length() + 1)]
+    return sorted({min(n, most) for power in powers for n in (power - 1, power)} - {0})

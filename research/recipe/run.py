@@ -65,6 +65,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         allow_code=args.allow_code,
     )
     check_policies(settings)
+    if settings.allow_code and not settings.recipe.chains:
+        raise EvaluationError(f"--allow-code: {args.name} runs no programs; leave it out")
     return settings
 
 

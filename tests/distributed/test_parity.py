@@ -20,6 +20,12 @@ from tests.support import parity_runs
 BAR = 1e-5
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_num_layers": 1}
+SELECTIVE_MLP_TP2_SP = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "recompute_granularity": "selective",
+    "recompute_modules": ["mlp", "core_attn"],
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -51,16 +57,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "selective": (1, {"recompute_granularity": "selective"}),
-    "selective_mlp_tp2_overlap": (
-        2,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "tp_comm_overlap": True,
-            "recompute_granularity": "selective",
-            "recompute_modules": ["mlp", "core_attn"],
-        },
-    ),
+    "selective_mlp_tp2_sp": (2, SELECTIVE_MLP_TP2_SP),
+    "selective_mlp_tp2_overlap": (2, {**SELECTIVE_MLP_TP2_SP, "tp_comm_overlap": True}),
     "recompute_units": (1, {"recompute_granularity": "full", "recompute_num_layers": 2}),
     "selective_tp2_pp2_vp2_sp": (
         4,
@@ -74,6 +72,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 CP2 = {"context_parallel_size": 2}
+RECOMPUTE_CP2_TP2_SP = {
+    **CP2,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    **FULL_RECOMPUTE,
+}
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     "cp2_ep2": (2, {**CP2, "expert_model_parallel_size": 2}),
@@ -83,16 +87,8 @@ CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp4": (4, {"context_parallel_size": 4}),
     "dp2_cp2": (4, CP2),
     "cp2_tp2": (4, {**CP2, "tensor_model_parallel_size": 2}),
-    "recompute_cp2_tp2_overlap": (
-        4,
-        {
-            **CP2,
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "tp_comm_overlap": True,
-            **FULL_RECOMPUTE,
-        },
-    ),
+    "recompute_cp2_tp2_sp": (4, RECOMPUTE_CP2_TP2_SP),
+    "recompute_cp2_tp2_overlap": (4, {**RECOMPUTE_CP2_TP2_SP, "tp_comm_overlap": True}),
     "selective_cp2_pp2_vp2": (
         4,
         {
@@ -122,6 +118,7 @@ CONTEXT_CASES = [
     ("qwen3_moe", "dms", "cp2_ep2", "retrofit"),
     ("smollm3", "dms", "cp4", "packed"),
     ("qwen3", "dms_fastdms", "cp2_tp2", "retrofit"),
+    ("llama", "dms", "recompute_cp2_tp2_sp", "packed"),
     ("llama", "dms", "recompute_cp2_tp2_overlap", "packed"),
     ("qwen2", "dms", "selective_cp2_pp2_vp2", "mixed"),
     ("qwen2", "dms", "dp2_cp2", "packed"),

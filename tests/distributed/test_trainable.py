@@ -19,22 +19,20 @@ from tests.support import tiny
 from tests.support.ranks import values_of_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2},
-    "tp2_overlap": {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "tp_comm_overlap": True,
-    },
+    "tp2_sp": TP2_SP,
+    "tp2_overlap": {**TP2_SP, "tp_comm_overlap": True},
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"},
 }
 # of each, the first layout is what the others are compared with
 CASES = [("lora", "qwen2", layout) for layout in LAYOUTS]
 CASES += [("lora", "llama", "dp2"), ("lora", "llama", "pp2")]  # one table on both stages
-CASES += [("channel", "qwen2", layout) for layout in ("dp2", "tp2", "tp2_overlap", "cp2")]
-CASES += [("attention", "qwen2", layout) for layout in ("dp2", "tp2_overlap", "pp2")]
+CASES += [("channel", "qwen2", layout) for layout in ("dp2", "tp2", "tp2_sp", "cp2")]
+CASES += [("attention", "qwen2", layout) for layout in ("dp2", "tp2_sp", "tp2_overlap", "pp2")]
 SAVED, MERGED = "tp2", "dp2"
 LORA = LoraOptions(rank=2, alpha=8.0)
 RATE = LearningRate(max_lr=1e-2, min_lr=1e-2, steps=3, warmup_steps=0, style="constant")

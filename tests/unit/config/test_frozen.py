@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import yaml
@@ -70,6 +70,21 @@ def test_a_folder_of_a_pretraining_run_of_an_earlier_version_is_read_and_resumed
     file.write_text(yaml.safe_dump(values))
     assert read_frozen(file) == config
     require_same(config, file)
+
+
+def test_a_folder_without_the_newest_options_is_read_and_resumed(tmp_path) -> None:
+    """Absent keys count as their defaults."""
+    config = configs.config(model={"architecture": to_mapping(configs.architecture())})
+    values = to_mapping(config)
+    del values["teacher"], values["stage"]["teacher_logits"], values["loss"]["kl_temperature"]
+    del values["parallel"]["tp_comm_overlap"], values["data"]["packing"]
+    del values["model"]["architecture"]["partial_rotary_factor"]
+    file = tmp_path / CONFIG_FILE
+    file.write_text(yaml.safe_dump(values))
+    assert read_frozen(file) == config
+    require_same(config, file)
+    with pytest.raises(ConfigError, match=r"kl_temperature: 1.0 -> 2.0"):
+        require_same(replace(config, loss=replace(config.loss, kl_temperature=2.0)), file)
 
 
 def test_a_folder_with_former_stage_names_is_read_and_resumed(tmp_path) -> None:

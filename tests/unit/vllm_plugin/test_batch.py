@@ -225,12 +225,19 @@ def test_padding_stores_nothing(stored):
 
 
 @pytest.mark.parametrize("stored", [None, FP8])
-def test_compiling_stores_nothing(stored):
+def test_compiling_stores_nothing(stored, monkeypatch):
     """Rows and pages are empty after what runs before the first request."""
     cache, inputs = new_cache(stored), new_inputs()
     graphs = new_graphs(cache)
     inputs.set_rows(torch.arange(ROWS))
+    sizes, attend = [], cache.attend
+    monkeypatch.setattr(
+        cache,
+        "attend",
+        lambda layer, step, output: (sizes.append(len(step.rows)), attend(layer, step, output)),
+    )
     compile_steps(cache, graphs, inputs)
+    assert sizes == [size for size in (1, 2, 3, 4, ROWS) for _ in range(LAYERS)]
     assert inputs.rows.tolist() == [-1] * ROWS
     graphs._compile()
     assert not cache.lists.lengths.any()

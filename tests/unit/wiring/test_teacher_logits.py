@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,12 @@ def test_another_model_or_other_data_is_refused(
     where = {"teacher.logits": str(stored.folder / "run")}
     with pytest.raises(ConfigError, match="stored with other data"):
         _ = built(**where, **{"data.paths": [assets.more]}).prepared
+    run = built(**where)
+    architecture = run.prepared.architecture
     with pytest.raises(ConfigError, match="stored with another model"):
-        teacher_logits.check(built(**where).config, 8, {"model_sha256": {"other": "hash"}})
+        teacher_logits.check(run.config, architecture, 8, {"model_sha256": {"other": "hash"}})
+    with pytest.raises(ConfigError, match=r"stored with another config\.json of the model"):
+        teacher_logits.check(run.config, replace(architecture, rotary_base=500.0), 8)
 
 
 def test_a_stage_that_was_not_finished_is_refused(
