@@ -251,7 +251,8 @@ def _links(steps: list[dict[str, Any]], c: Calibration) -> float:
     efficiencies = []
     for row in steps:
         case = Case.from_dict(row["case"])
-        if case.layout.tp > 1 and case.kind == "dms":
+        fits = case.layout.tp > 1 and case.cuda_graph == "never"  # later rows only check
+        if fits and case.kind == "dms":
             planned = step_time(stages(case), _GPU, c._replace(link_efficiency=1.0))
             left = row["step_s"] - planned.total + planned.communication
             efficiencies.append(planned.communication / left)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dms_train.hf.architecture import Rope
 from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.policies.triattention import QueryStatistics
 from tests.unit.inference.conftest import tiny_architecture
@@ -32,7 +33,7 @@ def statistics_file(layers: int, heads: int, size: int, frequency: tuple[float, 
 def tiny_statistics() -> str:
     """File for the small Llama of the inference tests."""
     a = tiny_architecture("llama")
-    frequency = rotary_frequencies(a, a.rotary_base, torch.device("cpu"))
+    frequency = rotary_frequencies(a, Rope(a.rotary_base), torch.device("cpu"))
     return statistics_file(
         a.num_layers, a.num_attention_heads, a.kv_channels, tuple(frequency.tolist())
     )

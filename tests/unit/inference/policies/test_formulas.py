@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dms_train.hf.architecture import Rope
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
@@ -156,14 +157,15 @@ def test_entries_of_the_memory_pool():
 def test_vectors_move_as_rope_turns_them():
     a = tiny_architecture("llama")
     query = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    rope = Rope(a.rotary_base)
     for distance in (0, 5, -3):
-        cos, sin = rotary_tables(a, torch.tensor([7, 7 + distance]), torch.float32, a.rotary_base)
+        cos, sin = rotary_tables(a, torch.tensor([7, 7 + distance]), torch.float32, rope)
         turn = [
             query * c[0, 0] + torch.cat([-query[:, 4:], query[:, :4]], -1) * s[0, 0]
             for c, s in zip(cos, sin, strict=True)
         ]
         by = torch.tensor(distance)
-        found = moved_by(turn[0], by, rotary_frequencies(a, a.rotary_base, torch.device("cpu")))
+        found = moved_by(turn[0], by, rotary_frequencies(a, rope, torch.device("cpu")))
         torch.testing.assert_close(found, turn[1], atol=1e-5, rtol=1e-5)
 
 
