@@ -45,4 +45,5 @@ def test_an_export_loads_without_its_code(family: str, tmp_path: Path):
     assert copy.dms["spec"]["window"] == 8
     assert copy.architectures == [f"{FAMILIES[family].causal_lm}DMS"]
     # the parent's rule of RoPE, which vLLM reads
-    assert copy.rope_parameters["rope_theta"] == a.rotary_base
+    rope = copy.rope_parameters
+    assert rope.get("full_attention", rope)["rope_theta"] == a.rotary_base  # Gemma 3 has two
