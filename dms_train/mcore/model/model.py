@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -145,6 +146,16 @@ class Teacher(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def _norms_allowed(config: TransformerConfig, a: Architecture) -> Iterator[None]:
+    """Let layers have norms of q and k, which newer versions of megatron ask the configuration."""
+    before, config.qk_layernorm = config.qk_layernorm, a.qk_layernorm
+    try:
+        yield
+    finally:
+        config.qk_layernorm = before
+
+
 class DMSModel(LanguageModule):
     """Embedding, decoder layers and output layer with student and teacher in one `stage_tensor`.
 
@@ -179,14 +190,15 @@ class DMSModel(LanguageModule):
             )
         whole = Rope(architecture.rotary_base, architecture.rope_scaling)
         self.rotary_pos_emb = self._rotary_embedding(architecture.rotary_channels, whole)
-        self.decoder = TransformerBlock(
-            config,
-            block_spec(config, method, layer_backend, trainable, vp_stage, architecture),
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            pg_collection=self.pg_collection,
-            vp_stage=vp_stage,
-        )
+        with _norms_allowed(config, architecture):
+            self.decoder = TransformerBlock(
+                config,
+                block_spec(config, method, layer_backend, trainable, vp_stage, architecture),
+                pre_process=self.pre_process,
+                post_process=self.post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
         if self.post_process:
             self.output_layer = self._output_layer(padded_vocab_size(architecture))
         if self.pre_process or self.post_process:
