@@ -49,7 +49,7 @@ class Work:
         update_bytes: Bytes that the optimizer reads and writes.
         link_bytes: Bytes sent to GPUs of the same node.
         network_bytes: Bytes sent to other nodes.
-        overlaps: Parts of `link_bytes` that products hide, as far as they take as long.
+        overlaps: Parts of `link_bytes`, each with the products that hide it while they run.
     """
 
     matmul_flops: float = 0.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dms_train.kernels.decode.types import Step
 from dms_train.vllm_plugin.cache import GrantedCache
-from dms_train.vllm_plugin.part_graphs import Part, PartGraphs
+from dms_train.vllm_plugin.part_graphs import LONGEST, Part, PartGraphs
 
 
 class StepInputs:
@@ -189,7 +189,7 @@ def compile_steps(cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs) -
         inputs: Inputs of the steps; no row is set afterwards.
     """
     inputs.set_rows(inputs.rows[:0])
-    for requests in _sizes_of_steps(len(inputs.rows)):
+    for requests in _sizes_of_steps(min(len(inputs.rows), LONGEST)):
         query, key, value = graphs.sample(requests)
         position = inputs.rows.new_zeros(requests)
         batch = BatchAttention(cache, graphs, inputs, position, requests, [])

@@ -140,6 +140,11 @@ def test_chains_are_sampled_from_the_original_and_two_exports(tmp_path: Path) ->
     assert not [step for step in steps(settings(tmp_path)) if step.name.startswith("chains")]
 
 
+def test_a_recipe_without_programs_refuses_to_run_them(tmp_path: Path, capsys) -> None:
+    assert recipe.main(words(tmp_path, "--allow-code", "sandbox")) == 2
+    assert "--allow-code: toy runs no programs; leave it out" in capsys.readouterr().err
+
+
 def test_the_report_has_the_chains_that_have_finished(tmp_path: Path) -> None:
     chosen = settings(tmp_path, "qwen25_coder_0_5b")
     right = {document: [(100 * document, document < 3)] for document in range(1, 5)}
@@ -237,7 +242,7 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
 
 
 def test_the_trainings_are_those_of_the_first_trial(tmp_path: Path) -> None:
-    """Window, batch, rates and steps; both models have the same but for the learning rate."""
+    """Window, batch, rates and steps are those of both models; only the learning rate differs."""
     for name, rate in zip(REAL, (2e-4, 1e-5), strict=True):
         made = {step.name: step.words() for step in steps(settings(tmp_path, name))}
         config = compose(made["train"][2:])

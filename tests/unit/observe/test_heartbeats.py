@@ -336,7 +336,7 @@ def test_a_rank_that_ends_after_a_report_reads_no_other_heartbeat(ranks: Ranks) 
     assert ranks.all[0].check()
     file = ranks.all[2]._file(2)
     file.unlink()
-    file.mkdir()  # an error for whoever reads it
+    file.mkdir()  # reading it fails
     assert ranks.all[1].check()
     (first, reason), second = ranks.found
     assert first == 0
