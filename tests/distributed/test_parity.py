@@ -1,14 +1,13 @@
 """Every parallel layout computes the loss and the gradients of one process.
 
 The full matrix (family x preset x layout x variant) runs with DMS_FULL_MATRIX=1. By default every
-family runs in four layouts that between them shard and recompute everything, and every other layout
-runs two families.
+family and every variant runs in one layout that shards everything, and every other layout runs two
+families, one of them with a variant.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from dms_train.families import FAMILIES
 from tests.support import parity_runs
+from tests.support.matrix import FULL_MATRIX
 
 BAR = 1e-5
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
@@ -125,33 +125,30 @@ CONTEXT_CASES = [
     ("gemma3_text", "dms", "cp2", "packed"),
     ("olmo3", "dms", "cp2_tp2", "packed"),
 ]
-# By default all families, and packed documents, run in these layouts, which between them shard and
-# recompute everything.
-WHOLE_LAYOUTS = ("tp2", "pp2", "recompute_tp2_pp2_sp", "selective_tp2_pp2_vp2_sp")
+# By default all families and variants run in this layout, which shards in every way.
+WHOLE_LAYOUT = "selective_tp2_pp2_vp2_sp"
 
 
 def _cases() -> list[tuple[str, str, str, str]]:
-    """(family, preset, layout, variant); variants besides `retrofit` once a layout."""
+    """(family, preset, layout, variant); by default a family has one preset."""
     mixtures = [name for name, family in FAMILIES.items() if family.has_experts]
-    of_experts = list(itertools.product(mixtures, PRESETS, EXPERT_LAYOUTS, VARIANTS))
-    layouts = [*LAYOUTS, *CONTEXT_LAYOUTS]
-    everything = [*itertools.product(FAMILIES, PRESETS, layouts, VARIANTS), *of_experts]
-    if os.environ.get("DMS_FULL_MATRIX") == "1":
-        return everything
-    chosen = [*of_experts[:1], *CONTEXT_CASES]
+    if FULL_MATRIX:
+        layouts = [*LAYOUTS, *CONTEXT_LAYOUTS]
+        of_experts = itertools.product(mixtures, PRESETS, EXPERT_LAYOUTS, VARIANTS)
+        return [*itertools.product(FAMILIES, PRESETS, layouts, VARIANTS), *of_experts]
+    families = list(FAMILIES)
+    others = [name for name in VARIANTS if name != "retrofit"]
+    chosen = [(family, WHOLE_LAYOUT, "retrofit") for family in families]
     for number, layout in enumerate(LAYOUTS):
-        for index, family in enumerate(FAMILIES):
-            if layout not in WHOLE_LAYOUTS and (index + number) % len(FAMILIES) > 1:
-                continue
-            preset = PRESETS[(index + number) % len(PRESETS)]
-            chosen.append((family, preset, layout, "retrofit"))
-        for index, variant in enumerate(list(VARIANTS)[1:]):
-            if variant == "packed" and layout not in WHOLE_LAYOUTS:
-                continue
-            family = list(FAMILIES)[(index + number) % len(FAMILIES)]
-            preset = PRESETS[(index + 2 * number) % len(PRESETS)]
-            chosen.append((family, preset, layout, variant))
-    return chosen
+        first, second = (families[(number + shift) % len(families)] for shift in (0, 5))
+        if layout != WHOLE_LAYOUT:
+            chosen.append((first, layout, "retrofit"))
+            chosen.append((second, layout, others[number % len(others)]))
+            continue
+        chosen += [(families[index], layout, variant) for index, variant in enumerate(others)]
+    presets = {name: PRESETS[index % len(PRESETS)] for index, name in enumerate(families)}
+    cases = [(family, presets[family], *rest) for family, *rest in chosen]
+    return [(mixtures[0], PRESETS[0], "tp2_ep2", "retrofit"), *CONTEXT_CASES, *cases]
 
 
 CASES = _cases()

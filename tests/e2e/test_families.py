@@ -1,4 +1,7 @@
-"""Models of the more unusual families are retrofitted, exported, verified, and generate."""
+"""Models of the more unusual families are retrofitted, exported, verified, and generate.
+
+By default one with local layers and one with experts; the others are slow tests.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("family", MODELS)
+DEFAULT = ("gemma3_text", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in MODELS],
+)
 def test_a_model_is_retrofitted_exported_and_generates(tmp_path: Path, family: str) -> None:
     sheets = ("exam-sheets", "--out", str(tmp_path / "sheets"), "--sheets", "40")
     launch.checked(launch.module("dms_train.data_prep.prepare", *sheets))

@@ -9,17 +9,22 @@ from dms_train.families import FAMILIES
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.sampler import SamplingRow, sample
+from tests.support.matrix import FULL_MATRIX, combinations
 from tests.unit.inference.conftest import WINDOW, random_ids, small_spec
 
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 40)
 NEW = 40
 SMALL = {"page_slots": 4, "slab_pages": 8}
-# What concerns the cache only, which is the same for every family, runs once a family.
-EACH = [(family, PRESETS[number % 3]) for number, family in enumerate(FAMILIES)]
+# A family runs with one preset and one size of chunks, llama with every preset; `test_matrix` has
+# every combination.
+EACH = combinations(FAMILIES, PRESETS)
+# What concerns the cache only, which is the same for every family, runs once a preset.
+FEW = EACH if FULL_MATRIX else EACH[::4]
 CHUNKED = [
-    *((family, preset, 7) for family in FAMILIES for preset in PRESETS),
-    *(("qwen3", preset, chunk) for preset in PRESETS for chunk in (1, 64)),
+    *((family, preset, 7) for family, preset in EACH if family != "llama"),
+    *(("llama", preset, 7) for preset in PRESETS),
+    *combinations(["qwen3"], PRESETS, (1, 64)),
 ]
 
 
@@ -50,7 +55,7 @@ def test_mixed_batch(folder, assert_greedy, family, preset, chunk):
     assert llm.kv.live_bytes == llm.engine._runner.cache.pool.allocated_bytes == 0
 
 
-@pytest.mark.parametrize(("family", "preset"), EACH)
+@pytest.mark.parametrize(("family", "preset"), FEW)
 def test_immediate(folder, assert_greedy, family, preset):
     directory = folder(family, small_spec(preset, eviction="immediate"))
     prompts = [random_ids(length, seed=length) for length in (1, 9, 33)]
@@ -60,9 +65,9 @@ def test_immediate(folder, assert_greedy, family, preset):
         check(assert_greedy, directory, prompts, outputs)
 
 
-@pytest.mark.parametrize(("offset", "share"), [(1e5, 0.0), (-1e5, 1.0)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_none_and_all_evicted(folder, assert_greedy, family, offset, share):
+@pytest.mark.parametrize(("family", "share"), combinations(dict(FEW), (0.0, 1.0)))
+def test_none_and_all_evicted(folder, assert_greedy, family, share):
+    offset = -1e5 if share else 1e5
     directory = folder(family, small_spec("dms", alpha_offset=offset))
     prompts = [random_ids(length, seed=length) for length in (1, 9, 33)]
     llm = LLM(directory, prefill_chunk=7, **SMALL)
@@ -73,7 +78,7 @@ def test_none_and_all_evicted(folder, assert_greedy, family, offset, share):
         assert output.kv.compressed_tokens == (WINDOW + 1 if share else seen)
 
 
-@pytest.mark.parametrize(("family", "preset"), EACH)
+@pytest.mark.parametrize(("family", "preset"), FEW)
 def test_turns(folder, assert_greedy, family, preset):
     """Prefill after decoding, twice, while other requests come and go."""
     directory = folder(family, small_spec(preset))
@@ -123,7 +128,7 @@ def test_runs_are_varied(folder):
             assert len(set(output.outputs[0].token_ids)) >= 5
 
 
-@pytest.mark.parametrize(("family", "preset"), EACH)
+@pytest.mark.parametrize(("family", "preset"), FEW)
 def test_sampled(folder, oracle, family, preset):
     """Replaying the draws on the masked model's logits gives the same tokens."""
     directory = folder(family, small_spec(preset))

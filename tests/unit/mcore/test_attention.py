@@ -18,6 +18,7 @@ from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.noise import logistic_noise, sample_keys
 from dms_train.method.plan import StepPlan
 from tests.support import tiny
+from tests.support.matrix import combinations
 
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 S, B = 11, 2
@@ -136,9 +137,9 @@ def explicit_context(
     return out.transpose(0, 1).flatten(2), alpha.sum((0, 2))
 
 
-@pytest.mark.parametrize("eviction", ["soft", "hard"])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "preset", "eviction"), combinations(FAMILIES, PRESETS, ("soft", "hard"))
+)
 def test_a_layer_attends_according_to_its_decisions(
     build: Build, family: str, preset: str, eviction: str
 ) -> None:

@@ -1,6 +1,6 @@
 """The model before and after the reset of the eviction channel.
 
-Run with -s for the table of all presets and families.
+Run with -s for the table of presets and families, with DMS_FULL_MATRIX=1 for all of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from dms_train.method.noise import sample_keys
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
+from tests.support.matrix import combinations
 
 DMS_PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
+CASES = combinations(FAMILIES, DMS_PRESETS)
 ZEROED = StepPlan(channel_scale=0.0, eviction="none", loss="lm")
 HARD = StepPlan(channel_scale=0.0, eviction="hard", loss="lm")
 RATE = LearningRate(max_lr=1e-3, min_lr=1e-3, steps=10, warmup_steps=0, style="constant")
@@ -88,7 +90,7 @@ def measure(build: Build, family: str, preset: str) -> Facts:
 
 @pytest.fixture(scope="module")
 def facts(build: Build) -> dict[tuple[str, str], Facts]:
-    table = {(f, p): measure(build, f, p) for f in FAMILIES for p in DMS_PRESETS}
+    table = {(f, p): measure(build, f, p) for f, p in CASES}
     print("\nfamily  preset       logits   mean alpha (standard error)  max|dlogit|  KL, nats")
     for (family, preset), f in table.items():
         jump, kl = difference(f)
@@ -109,8 +111,7 @@ def mean_relaxed_alpha(x: float, tau: float) -> float:
     return torch.sigmoid((x + torch.log(u) - torch.log1p(-u)) / tau).mean().item()
 
 
-@pytest.mark.parametrize("preset", DMS_PRESETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "preset"), CASES)
 def test_every_decision_logit_is_minus_the_offset_exactly(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
 ) -> None:
@@ -126,8 +127,7 @@ def test_mean_relaxation_far_below_zero_is_the_sigmoid_stretched_by_the_temperat
     assert mean_relaxed_alpha(-5.0, TAU) == pytest.approx(SIGMOID * stretch, rel=1e-3)
 
 
-@pytest.mark.parametrize("preset", DMS_PRESETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "preset"), CASES)
 def test_the_first_retrofit_step_evicts_the_sigmoid_of_the_offset(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
 ) -> None:
@@ -137,8 +137,9 @@ def test_the_first_retrofit_step_evicts_the_sigmoid_of_the_offset(
     assert mean == pytest.approx(expected, abs=4 * error)
 
 
-@pytest.mark.parametrize("preset", DMS_PRESETS)
-@pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if not f.qk_norm])
+@pytest.mark.parametrize(
+    ("family", "preset"), [case for case in CASES if not FAMILIES[case[0]].qk_norm]
+)
 def test_the_inference_rule_continues_the_last_zeroing_step(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
 ) -> None:
@@ -147,8 +148,9 @@ def test_the_inference_rule_continues_the_last_zeroing_step(
     torch.testing.assert_close(f.before, f.after, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("preset", DMS_PRESETS)
-@pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if f.qk_norm])
+@pytest.mark.parametrize(
+    ("family", "preset"), [case for case in CASES if FAMILIES[case[0]].qk_norm]
+)
 def test_with_query_norms_the_reset_changes_logits_little(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
 ) -> None:
@@ -181,9 +183,9 @@ def optimizer_tensors(engine: McoreEngine, parameter: Any) -> dict[str, Tensor]:
     return {**shapes, "weight": parameter.detach().clone()}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("preset", DMS_PRESETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "preset", "dtype"), combinations(FAMILIES, DMS_PRESETS, ("bf16", "fp32"))
+)
 def test_eviction_channel_rows_lose_weight_and_moments_and_others_lose_nothing(
     build: Build, family: str, preset: str, dtype: str
 ) -> None:
@@ -236,8 +238,7 @@ def test_the_reset_zeroes_the_borrowed_rows_of_every_method(build: Build, preset
     assert borrowing >= kinds * engine.architecture.num_layers
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), combinations(FAMILIES, ("fp32", "bf16")))
 def test_a_step_that_does_not_decide_leaves_the_eviction_channel_at_zero(
     build: Build, family: str, dtype: str
 ) -> None:
