@@ -12,6 +12,13 @@ TRANSFORMERS_4 := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.
 MEGATRON ?= 0.19.2
 MEGATRON_NEWEST := $(VENV)/megatron_newest
 
+# Tests of what differs between versions of megatron-core: modules that it builds, steps, optimizers
+# and checkpoints. `make test-full` runs all tests of mcore with both.
+MEGATRON_TESTS ?= $(patsubst %,tests/unit/mcore/test_%.py, \
+	attention checkpoint_saving compat dmc_step frozen_base fusions graph layers loaded_weights \
+	one_step optimizer_options optimizer_shards output_layer packing runtime skipping \
+	stage_tensor teacher trainable)
+
 # Processes that run tests, one thread each; a test may start four more.
 WORKERS ?= 2
 
@@ -67,7 +74,7 @@ test-research: $(STAMP)
 # The newest megatron-core in place of the installed one.
 test-megatron: $(STAMP)
 	test -d $(MEGATRON_NEWEST) || { echo "skipped: $(MEGATRON_NEWEST) is absent"; exit 0; }; \
-	PYTHONPATH=$(MEGATRON_NEWEST) $(BIN)/pytest -n $(WORKERS) --dist loadfile tests/unit/mcore \
+	PYTHONPATH=$(MEGATRON_NEWEST) $(BIN)/pytest -n $(WORKERS) --dist loadfile $(MEGATRON_TESTS) \
 		--ignore tests/unit/mcore/test_megatron_versions.py -m "not slow"
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
@@ -96,6 +103,7 @@ test-mutations: $(STAMP)
 
 test-full: $(STAMP)
 	DMS_FULL_MATRIX=1 $(BIN)/pytest
+	$(MAKE) test-megatron MEGATRON_TESTS=tests/unit/mcore
 
 # The documentation in site/; a broken link or a page that loads from another host is an error.
 docs: $(STAMP)

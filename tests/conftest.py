@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-STARTS_PROCESSES = ("distributed", "e2e", "faults", "golden")
+FIRST = ("distributed", "e2e", "faults", "golden", "unit/mcore", "unit/inference", "unit/wiring")
 
 settings.register_profile("untimed", deadline=None)  # an example may be slow beside other work
 settings.load_profile("untimed")
@@ -39,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First the tests that start processes: with a long one last, other workers would be idle."""
-    folder = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(folder).parts[0] not in STARTS_PROCESSES)
+    """First the folders with the longest files: with one last, other workers would be idle."""
+    first = tuple(f"{Path(__file__).parent / name}/" for name in FIRST)
+    items.sort(key=lambda item: not str(item.path).startswith(first))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

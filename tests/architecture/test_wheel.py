@@ -61,6 +61,11 @@ def train(wheel: Path) -> CleanEnvironment:
 
 
 @pytest.fixture(scope="module")
+def serve(wheel: Path) -> CleanEnvironment:
+    return clean_environment.make(wheel.parent / "serve", wheel, "serve")
+
+
+@pytest.fixture(scope="module")
 def export(train: CleanEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained in the environment with [train]."""
     folder = tmp_path_factory.mktemp("run")
@@ -111,7 +116,7 @@ def test_the_checkout_is_not_importable_there(base, tmp_path):
 
 @pytest.mark.parametrize("extra", ["", "train", "serve", "eval", "data"])
 def test_an_environment_has_the_packages_of_its_extra_only(request, wheel, tmp_path, extra):
-    if extra in ("", "train"):
+    if extra in ("", "train", "serve"):
         environment = request.getfixturevalue(extra or "base")
     else:
         environment = clean_environment.make(tmp_path / "environment", wheel, extra)
@@ -154,8 +159,7 @@ def test_base_compares_an_export_with_its_original_on_problems(base, export, tmp
     assert needed == 'dms-validate needs megatron-core: pip install "dms-train[train]"\n'
 
 
-def test_serve_answers_requests(wheel, export, tmp_path):
-    serve = clean_environment.make(tmp_path / "environment", wheel, "serve")
+def test_serve_answers_requests(serve, export, tmp_path):
     with subprocess.Popen(
         [serve.bin / "dms-serve", export, "--port", "0"],
         cwd=tmp_path,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import parity_runs
+from tests.support.matrix import FULL_MATRIX
 
 BAR = 1e-5
 RECOMPUTE = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -34,13 +35,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 CASES = [
-    *(("tp2", variant) for variant in VARIANTS),
-    *(("recompute_tp2_pp2_sp", variant) for variant in ("dmc", "dmc_c", "layer", "packed")),
+    *(("tp2", variant) for variant in ("dmc", "dmc_hardc", "zeroing")),
+    *(("recompute_tp2_pp2_sp", variant) for variant in ("dmc_c", "layer", "packed")),
     ("pp2", "dmc"),
     ("dp2", "dmc_hardc"),
-    *(("cp2", variant) for variant in ("dmc", "layer", "packed")),
+    ("cp2", "layer"),
+    ("cp2", "packed"),
     ("selective", "packed"),
 ]
+if FULL_MATRIX:
+    CASES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS]
 
 
 @pytest.fixture(scope="module")

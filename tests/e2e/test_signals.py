@@ -24,12 +24,18 @@ STEPS = 16
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exam sheets, and an undisturbed run over them on one node without a scheduler."""
+    """Exam sheets, and an undisturbed run over them on two nodes without a scheduler."""
     root = tmp_path_factory.mktemp("signals")
     sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
     launch.checked(launch.module("dms_train.data_prep.prepare", *sheets))
-    code, stderr = ended(script(root, "local.sh", "2", *command(root, "whole")[2:]))
-    assert code == 0, stderr
+    port = str(launch.free_ports(1)[0])
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    words = ("node.sh", *command(root, "whole")[1:])
+    run = str(root / "whole")
+    nodes = [script(root, *words, **shared, NODE_NAME="localhost", RUN=run) for _ in "ab"]
+    for node in nodes:
+        code, stderr = ended(node)
+        assert code == 0, stderr
     return root
 
 
@@ -126,8 +132,14 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(workspace: Path
 
 
 def test_both_ranks_stop_after_one_step_when_their_launcher_is_ended(workspace: Path) -> None:
+    """The launch script of one node without a scheduler continues the run."""
+    run = workspace / "term"
     log = stopped_with_its_launcher(workspace, "term")
-    assert_both_ranks_stop_after_one_step(log, workspace / "term")
+    assert_both_ranks_stop_after_one_step(log, run)
+    code, stderr = ended(script(workspace, "local.sh", "2", *command(workspace, "term")[2:]))
+    assert code == 0, stderr
+    assert losses(run) == losses(workspace / "whole")
+    assert (run / "state" / "DONE").is_file()
 
 
 def test_a_rank_that_hangs_is_reported_and_the_run_ends(workspace: Path) -> None:
@@ -196,22 +208,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, stderr
 
 
-def test_one_node_without_a_scheduler(workspace: Path) -> None:
+def test_two_nodes_without_a_scheduler(workspace: Path) -> None:
     assert [step for step, _ in losses(workspace / "whole")] == [*range(1, STEPS + 1)]
     assert (workspace / "whole" / "state" / "DONE").is_file()
+
+
+def test_the_script_of_one_node_needs_a_number_of_ranks(workspace: Path) -> None:
     assert ended(script(workspace, "local.sh", "experiment=demo"))[0] == 2
-
-
-def test_two_nodes_without_a_scheduler(workspace: Path) -> None:
-    run = workspace / "nodes"
-    port = str(launch.free_ports(1)[0])
-    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    words = ("node.sh", *command(workspace, "nodes")[1:])
-    nodes = [script(workspace, *words, **shared, NODE_NAME="localhost", RUN=str(run)) for _ in "ab"]
-    for node in nodes:
-        code, stderr = ended(node)
-        assert code == 0, stderr
-    assert losses(run) == losses(workspace / "whole")
 
 
 def test_a_refused_run_keeps_why_it_ended(workspace: Path) -> None:

@@ -373,7 +373,7 @@ MUTATIONS = [
         POLICY,
         "WindowRule($$$HEAD, window=self.window, $$$TAIL)",
         "WindowRule($$$HEAD, window=self.window - 1, $$$TAIL)",
-        "tests/unit/inference/test_paged.py::test_equals_the_visibility_rule[delayed-1-7chunks]",
+        "tests/unit/inference/test_paged.py::test_equals_the_visibility_rule[8chunks-1-delayed]",
     ),
     Mutation(
         "generation leaves the eviction channel in the query",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import launch, trace_worker
 
-LAYOUTS = list(trace_worker.LAYOUTS)
+LAYOUTS = trace_worker.COMPARED
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", ["whole", "windows"])
+@pytest.mark.parametrize("model", trace_worker.MODELS)
 def test_few_layers_short_samples_and_few_microbatches_stand_for_many(
     found: dict[str, Any], model: str
 ) -> None:

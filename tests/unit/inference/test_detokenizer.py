@@ -11,7 +11,9 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.support.matrix import FULL_MATRIX
 
+EXAMPLES = 300 if FULL_MATRIX else 80
 SAMPLE = ["the river, the stone; the house", "naïve café 東京 😀😀 the end", "  two  spaces"]
 TEXTS = st.text(st.characters(codec="utf-8") | st.sampled_from("é東😀 a\ufffd"), max_size=40)
 
@@ -66,7 +68,7 @@ def decoded(
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, together=st.integers(1, 50))
-@settings(max_examples=300)
+@settings(max_examples=EXAMPLES)
 def test_an_encoded_text_is_decoded_to_itself(name, text, together):
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode(text)
@@ -76,7 +78,7 @@ def test_an_encoded_text_is_decoded_to_itself(name, text, together):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, at=st.integers(0, 60), together=st.integers(1, 50))
-@settings(max_examples=300)
+@settings(max_examples=EXAMPLES)
 def test_a_text_continues_a_prompt(name, text, at, together):
     """The prompt may end anywhere, also inside a character."""
     tokenizer = TOKENIZERS[name]()
@@ -88,7 +90,7 @@ def test_a_text_continues_a_prompt(name, text, at, together):
 
 
 @given(ids=st.lists(st.integers(1, 256), max_size=30), together=st.integers(1, 8))
-@settings(max_examples=300)
+@settings(max_examples=EXAMPLES)
 def test_bytes_that_form_no_character_become_replacement_characters(ids, together):
     """Python's own decoder is the reference for any bytes."""
     tokenizer = byte_level()
@@ -99,7 +101,7 @@ def test_bytes_that_form_no_character_become_replacement_characters(ids, togethe
 
 @given(data=st.binary(max_size=6), after=st.booleans())
 @example(data=b" \x80", after=False)
-@settings(max_examples=300)
+@settings(max_examples=EXAMPLES)
 def test_byte_tokens_are_characters_or_a_replacement_character_each(data, after):
     """In a run of byte tokens, characters before a wrong byte were returned already and stay."""
     tokenizer = byte_fallback()
@@ -126,7 +128,7 @@ def is_text(data: bytes) -> bool:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS)
-@settings(max_examples=300)
+@settings(max_examples=EXAMPLES)
 def test_the_bytes_of_tokens_are_those_of_their_text(name, text):
     """They include the space in front of a word, which decoding a Llama 2 token alone loses."""
     tokenizer = TOKENIZERS[name]()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -24,6 +22,7 @@ from dms_train.kernels.decode.types import FP8
 from dms_train.method.accounting import live_slots
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
+from tests.support.matrix import FULL_MATRIX
 from tests.unit.inference import test_cache as readable
 from tests.unit.inference.conftest import random_ids, small_spec
 
@@ -72,7 +71,7 @@ RULES = [
     for number, chunks in enumerate(CHUNKS)
     for shift in (0, 1)
     for place, eviction in enumerate(("delayed", "immediate"))
-    if (number + shift + place) % 2 == 0 or os.environ.get("DMS_FULL_MATRIX") == "1"
+    if (number + shift + place) % 2 == 0 or FULL_MATRIX
 ]
 
 

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_train.inference.texts import StopFilter
+from tests.support.matrix import FULL_MATRIX
 
+EXAMPLES = 1000 if FULL_MATRIX else 200
 PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab ", min_size=1, max_size=5), max_size=3).map(tuple)
 
@@ -20,7 +22,7 @@ def first_end(text: str, stops: tuple[str, ...]) -> str:
 
 
 @given(pieces=PIECES, stops=STOPS)
-@settings(max_examples=1000)
+@settings(max_examples=EXAMPLES)
 def test_what_is_sent_ends_before_the_first_stop_text(pieces, stops):
     stream = StopFilter(stops)
     sent = [stream.add(piece) for piece in pieces]
@@ -40,7 +42,7 @@ def first_by_arrival(pieces: list[str], stops: tuple[str, ...]) -> str:
 
 
 @given(pieces=PIECES, stops=STOPS)
-@settings(max_examples=500)
+@settings(max_examples=EXAMPLES)
 def test_nothing_is_held_back_that_no_stop_text_can_begin_with(pieces, stops):
     stream, sent, text = StopFilter(stops), "", ""
     for piece in pieces:

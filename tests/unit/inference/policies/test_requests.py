@@ -16,6 +16,7 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.registry import build_policy, policy_kind, policy_names
 from dms_train.method.spec import PRESETS
+from tests.support.matrix import FULL_MATRIX
 from tests.support.query_statistics import tiny_statistics
 from tests.unit.inference.conftest import random_ids, small_spec
 
@@ -64,6 +65,11 @@ IDS = [
     for name, options in POLICIES
 ]
 EVERY = pytest.mark.parametrize(("policy", "own"), POLICIES, ids=IDS)
+# What the engine does with every policy, whatever its options: each policy once.
+ONCE = EVERY
+if not FULL_MATRIX:
+    NAMED = dict(reversed(POLICIES))  # the first options that are listed
+    ONCE = pytest.mark.parametrize(("policy", "own"), NAMED.items(), ids=NAMED)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, seed=3)
 LENGTHS = (19, 1, 26)
 
@@ -158,7 +164,7 @@ def test_reads_and_peak_are_those_of_the_tokens_held_and_none_comes_back(model, 
     assert steps == GREEDY.max_tokens - 2
 
 
-@EVERY
+@ONCE
 def test_a_budget_of_the_whole_request_gives_the_logits_of_the_model(model, policy, own):
     whole = first_of(WHOLE, policy)
     if not whole and policy != "keep_all":
@@ -178,7 +184,7 @@ def logprobs(outputs):
     return torch.tensor([list(entry.top.values()) for entry in entries]).flatten()
 
 
-@EVERY
+@ONCE
 def test_forks_continue_like_sequences_that_share_nothing(model, policy, own):
     several = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
     engine = InferenceEngine(model, options(policy, own))
@@ -194,7 +200,7 @@ def test_forks_continue_like_sequences_that_share_nothing(model, policy, own):
     assert [o.kv.kv_reads for o in together.outputs] == [o.kv.kv_reads for o in apart.outputs]
 
 
-@EVERY
+@ONCE
 def test_what_is_preempted_is_computed_again_with_the_same_result(model, policy, own):
     prompts = [random_ids(n, seed=n) for n in LENGTHS]
     wide = LLM(model, options(policy, own)).generate(prompts, GREEDY)
@@ -255,7 +261,7 @@ def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):
     assert found.kv.cached_tokens > 0
 
 
-@EVERY
+@ONCE
 def test_the_second_turn_of_a_conversation_equals_both_caches(model, policy, own):
     if has(policy, own, "merge"):
         pytest.skip("a masked cache merges nothing")

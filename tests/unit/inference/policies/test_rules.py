@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import NewTokens, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.policies.triattention import QueryStatistics
+from tests.support.matrix import FULL_MATRIX
 from tests.support.query_statistics import statistics_file
 from tests.unit.inference.policies.rules import (
     FREQUENCY,
@@ -330,7 +330,7 @@ def runs():
         builds = [compact] if case[2] in (CaM, MemoryPooling) else [compact, dense]
         for place, chunk in enumerate((40, 7, 23)):
             one = builds[(number + place) % len(builds)]
-            chosen = builds if os.environ.get("DMS_FULL_MATRIX") == "1" else [one]
+            chosen = builds if FULL_MATRIX else [one]
             yield from ((build, chunk, *case) for build in chosen)
 
 
