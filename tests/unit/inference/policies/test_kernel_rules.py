@@ -50,6 +50,8 @@ OWN = {
     "triattention": {"budget": 5, "interval": 3, "statistics": tiny_statistics()},
     "quest": {"budget": 4, "page": 4},
 }
+# `test_paged_policies.py`, `test_paged.py` and `test_host_reads.py` run these rules by default.
+ELSEWHERE = ("keep_all", "tova", "streaming_llm", "pyramidkv", "knorm", "keydiff", "r_kv")
 WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco", "trim_kv"}
 
 
@@ -67,7 +69,10 @@ def test_every_policy_with_a_rule_is_tested():
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in OWN],
+)
 def test_an_empty_subclass_runs_through_the_kernels_like_its_parent(folder, monkeypatch, name):
     """The parent runs in torch operations; prompts are read while others decode, two steps each."""
     directory, kind = folder("llama", trained_for(name)), registry.policy_kind(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -324,14 +325,15 @@ CASES = [
 
 
 def runs():
-    """(build, chunk) and a case; every chunk in both caches with DMS_FULL_MATRIX=1, else in one."""
+    """(build, chunk) and a case: all with DMS_FULL_MATRIX=1, else each cache with one chunk."""
+    chunks = (40, 7, 23)
     for number, case in enumerate(CASES):
         # a masked cache merges nothing
         builds = [compact] if case[2] in (CaM, MemoryPooling) else [compact, dense]
-        for place, chunk in enumerate((40, 7, 23)):
-            one = builds[(number + place) % len(builds)]
-            chosen = builds if FULL_MATRIX else [one]
-            yield from ((build, chunk, *case) for build in chosen)
+        pairs = list(itertools.product(builds, chunks))
+        if not FULL_MATRIX:
+            pairs = [(builds[0], chunks[number % 3]), (builds[-1], chunks[(number + 1) % 3])]
+        yield from ((build, chunk, *case) for build, chunk in pairs)
 
 
 @pytest.mark.parametrize(
