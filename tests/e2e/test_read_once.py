@@ -85,7 +85,7 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
-@pytest.mark.parametrize("model", ["model", "untied"])
+@pytest.mark.parametrize("model", ["model", pytest.param("untied", marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_read_their_parts_once(workspace: Workspace, model: str) -> None:
     folder = workspace.folder / model
     by_rank = reads(workspace, 2, TP2, f"model.path={folder}")
@@ -109,7 +109,7 @@ def test_a_teacher_beside_another_student_is_read_too(workspace: Workspace) -> N
     assert found == sizes(workspace.model) + sizes(student)
 
 
-@pytest.mark.parametrize("part", ["first", "last"])
+@pytest.mark.parametrize("part", [pytest.param("first", marks=pytest.mark.slow), "last"])
 def test_numbers_that_one_rank_reads_end_every_rank_in_one_line(
     workspace: Workspace, part: str
 ) -> None:

@@ -50,8 +50,8 @@ OWN = {
     "triattention": {"budget": 5, "interval": 3, "statistics": tiny_statistics()},
     "quest": {"budget": 4, "page": 4},
 }
-# `test_paged_policies.py`, `test_paged.py` and `test_host_reads.py` run these rules by default.
-ELSEWHERE = ("keep_all", "tova", "streaming_llm", "pyramidkv", "knorm", "keydiff", "r_kv")
+# `test_paged_policies.py` and `test_paged.py` compare these rules by default.
+ELSEWHERE = ("keep_all", "tova", "streaming_llm", "snapkv", "knorm", "keydiff", "r_kv")
 WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco", "trim_kv"}
 
 
