@@ -58,7 +58,8 @@ def families_of(layout: str) -> list[str]:
     names = list(FAMILIES)
     if FULL_MATRIX or layout == SAVED_IN:
         return names
-    return [names[(first + shift) % len(names)] for shift in (0, 1)]
+    chosen = [names[(first + shift) % len(names)] for shift in (0, 1)]
+    return sorted(chosen, key=lambda name: not FAMILIES[name].has_experts)  # a dense one last
 
 
 def tokens() -> Tensor:
