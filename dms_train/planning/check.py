@@ -15,7 +15,7 @@ from dms_train.limits import OneOf
 from dms_train.mcore.options import PLAIN_LORA
 from dms_train.planning import divide, layouts
 from dms_train.planning.gpus import GPUS
-from dms_train.planning.memory import needs_teacher
+from dms_train.planning.memory import needs_teacher, runs_teacher
 from dms_train.training.options import EVICTING_STAGES, STAGES, TEACHER_LOGITS
 
 
@@ -112,6 +112,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
         yield from _starting_weights(config)
         yield from _kl_limit(config)
         yield from _teacher_logits(config)
+        yield from _offload(config)
         yield from _validation(config)
         yield from _evaluation(config)
 
@@ -138,6 +139,19 @@ def _teacher_logits(config: RunConfig) -> Iterator[str]:
         )
     if config.run.load is not None:
         yield f"run.load={config.run.load}: teacher_logits runs the original; leave it out"
+
+
+def _offload(config: RunConfig) -> Iterator[str]:
+    """Yield one line if no teacher has weights of its own that could be offloaded."""
+    if not config.teacher.offload:
+        return
+    if not runs_teacher(config):
+        yield "teacher.offload=true: no teacher runs beside the student; leave it out"
+    elif config.shares_teacher:
+        yield (
+            f"teacher.offload=true: with method.train={config.method.train} the teacher shares the "
+            "frozen weights of the student; leave it out"
+        )
 
 
 def _stored_tokens(config: RunConfig, architecture: Architecture) -> Iterator[str]:

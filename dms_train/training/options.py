@@ -152,9 +152,12 @@ class TeacherOptions:
         logits: Run folder of a finished stage `teacher_logits` with the same model, data, split,
             sequence length, seed and temperature. Its files replace the teacher. None runs the
             original beside the student.
+        offload: Keep the layers of the original in pinned host memory, and copy each to the GPU
+            ahead of its turn in a pass.
     """
 
     logits: str | None = None
+    offload: bool = False
 
 
 LIVE_TEACHER = TeacherOptions()

@@ -209,6 +209,14 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
         ({**STORES, "run__load": "x"}, "run.load=x: teacher_logits runs the original"),
         ({**STORES, "teacher__logits": "x"}, "teacher.logits=x: no stage to run distils"),
         (
+            {"teacher__offload": True, "teacher__logits": "x"},
+            "teacher.offload=true: no teacher runs beside the student",
+        ),
+        (
+            {"teacher__offload": True, "method__train": "lora"},
+            "teacher.offload=true: with method.train=lora the teacher shares",
+        ),
+        (
             {**STORES, "stage__teacher_logits": {"samples": 12}},
             "stage.teacher_logits.samples=12: use a multiple of data.global_batch_size=8",
         ),

@@ -19,6 +19,7 @@ from dms_train.hf.formats import read_format
 from dms_train.mcore import compat
 from dms_train.mcore.errors import CheckpointError
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.offload import OffloadedTeacher
 from dms_train.mcore.model.sharing import SharedTeacher
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.method.dmc.attention import DMCLayer
@@ -408,6 +409,9 @@ WIRES: dict[str, Wire] = {
     "run.dir": Wire(
         lambda assets: str(assets.model.parent / "elsewhere"),
         lambda b: str(b.components.saver.folder.parent),
+    ),
+    "teacher.offload": Wire(
+        True, lambda b: isinstance(b.engine._models[0]._teacher[0], OffloadedTeacher)
     ),
     "kernels": Wire("reference", lambda b: b.engine._attend.__module__.rpartition(".")[2]),
 }
