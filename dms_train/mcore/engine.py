@@ -190,7 +190,7 @@ class McoreEngine:
             options=self._method.options,
             statistics=StepStatistics(self._method.plan.token_loss.terms),
             step=self._method.step,
-            target=self._method.target,
+            target=self._method.overall_target,
             architecture=self.architecture,
             view=self.view,
             seed=self._options.seed,

@@ -13,6 +13,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.limits import OneOf
 from dms_train.mcore.options import PLAIN_LORA
+from dms_train.method.schedule import layer_weights
 from dms_train.planning import divide, layouts
 from dms_train.planning.gpus import GPUS
 from dms_train.planning.memory import needs_teacher, runs_teacher
@@ -43,6 +44,7 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
             *_lengths(config, architecture),
             *_cuda_graph(config, world_size, architecture.num_experts),
             *_stored_tokens(config, architecture),
+            *_layer_ratios(config, architecture),
         ]
     if not problems and config.cluster.gpu is not None:
         problems = layouts.memory_problems(
@@ -158,6 +160,20 @@ def _stored_tokens(config: RunConfig, architecture: Architecture) -> Iterator[st
     k, most = config.stage.teacher_logits.top_k, architecture.vocab_size
     if TEACHER_LOGITS in config.stage.run and k > most:
         yield f"stage.teacher_logits.top_k={k}: the vocabulary has {most} tokens; use fewer"
+
+
+def _layer_ratios(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    ratios, target = config.stage.retrofit.layer_ratios, config.stage.retrofit.target_cr
+    if not ratios:
+        return
+    where = "stage.retrofit.layer_ratios"
+    if config.method.kind != "dms":
+        yield f"{where}: method={config.method.preset} has one target for all layers; leave it out"
+    elif "retrofit" in config.stage.run:
+        try:
+            layer_weights(ratios, target, architecture.method_layers)
+        except ValueError as error:
+            yield f"{where}: {error}"
 
 
 def _validation(config: RunConfig) -> Iterator[str]:

@@ -117,6 +117,13 @@ SCALED = {"model.architecture.rope_scaling": {**SCALING, "high_freq_factor": 3.0
 EVERY_STEP = {"run.save_interval": 1, "stage.hold.steps": 6}
 PRETRAIN = {"stage.run": ["pretrain"], "stage.pretrain.steps": 3}
 
+
+def weights_at_half(built: Built) -> object:
+    """Weights of layers if the first evicts 1/2 and all together 2/3."""
+    others = built.engine.architecture.num_layers - 1
+    return pytest.approx([3 / 4, *[1 + 1 / 4 / others] * others])
+
+
 WIRES: dict[str, Wire] = {
     "model.path": Wire(loaded, embedding, other_embedding),
     "model.architecture.num_layers": Wire(
@@ -278,6 +285,9 @@ WIRES: dict[str, Wire] = {
     ),
     "stage.retrofit.max_kl": Wire(
         0.8, lambda b: next(s.max_kl for s in b.prepared.stages if s.name == "retrofit")
+    ),
+    "stage.retrofit.layer_ratios": Wire(
+        {0: 2.0}, lambda b: plans("retrofit")(b)[0].layer_weights, weights_at_half
     ),
     "stage.retrofit.loss": Wire("lm", losses("retrofit"), {"lm"}),
     "stage.retrofit.lr": Wire(3e-3, max_lr("retrofit")),
