@@ -66,6 +66,8 @@ class OffloadedTeacher:
         for number, layer in enumerate(model.decoder.layers):
             layer.register_forward_pre_hook(partial(self._wait, number))
             layer.register_forward_hook(partial(self._release, number))
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # blocks of the moved weights, too small for the moments
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens as `DMSModel.embed`."""
