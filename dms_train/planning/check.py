@@ -169,7 +169,12 @@ def _layer_ratios(config: RunConfig, architecture: Architecture) -> Iterator[str
     where = "stage.retrofit.layer_ratios"
     if config.method.kind != "dms":
         yield f"{where}: method={config.method.preset} has one target for all layers; leave it out"
-    elif "retrofit" in config.stage.run:
+    elif "retrofit" not in config.stage.run:
+        yield (
+            f"{where}: the stage retrofit reads it; add that to stage.run (it takes no step if "
+            "run.load has the ratio already), or leave it out"
+        )
+    else:
         try:
             layer_weights(ratios, target, architecture.method_layers)
         except ValueError as error:

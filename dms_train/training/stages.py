@@ -154,7 +154,7 @@ def build_stages(
         if name == "retrofit":
             ratio = options.retrofit.target_cr
     ratios = options.retrofit.layer_ratios
-    if not (ratios and layers):
+    if not (ratios and layers and "retrofit" in options.run):
         return stages
     weights = schedule.layer_weights(ratios, ratio, layers)
     return [_weighted(stage, weights) if isinstance(stage, Stage) else stage for stage in stages]

@@ -216,11 +216,22 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             "stage.retrofit.layer_ratios: the method does not act on layer 9",
         ),
         (
+            {
+                "stage__retrofit": {**RETROFIT, "layer_ratios": {0: 2}},
+                "stage__run": ["zero_neuron"],
+            },
+            "stage.retrofit.layer_ratios: the stage retrofit reads it; add that to stage.run",
+        ),
+        (
+            {"stage__retrofit": {**RETROFIT, "layer_ratios": {0: 1}}},
+            "the other 3 layer(s) would have to evict 100% of their tokens to reach target_cr",
+        ),
+        (
             {"stage__retrofit": {**RETROFIT, "layer_ratios": {0: 0.5}}},
             "stage.retrofit.layer_ratios.0=0.5: use a number of at least 1",
         ),
         (
-            {"stage__retrofit": {**RETROFIT, "layer_ratios": {0: 1}}, "method": DMC},
+            {"stage__retrofit": {**RETROFIT, "layer_ratios": {0: 2}}, "method": DMC},
             "stage.retrofit.layer_ratios: method=dmc has one target for all layers",
         ),
         (

@@ -1,12 +1,14 @@
-"""Each stage has the learning rate of its own block."""
+"""Each stage has the learning rate of its own block, and its plans the targets of layers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
+from dms_train.method.plan import StepPlan
 from dms_train.training.options import (
     ExportOptions,
     HoldOptions,
@@ -54,6 +56,8 @@ def test_layers_keep_their_proportions_in_every_stage_that_evicts() -> None:
     evicting = [built["retrofit"], built["hold"], built["retrofit"].branches[2]]
     assert all(stage.plan(0, 0).layer_weights == expected for stage in evicting)
     assert built["zero_neuron"].plan(0, 0).layer_weights == ()
+    plan = built["hold"].plan(3, 2)  # as a skipped step stores it
+    assert StepPlan.from_dict(json.loads(json.dumps(asdict(plan)))) == plan
 
 
 def test_immediate_annealing_takes_the_same_steps_at_the_final_ratio() -> None:
