@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,6 +58,7 @@ PLANS: dict[str, Callable[[int], StepPlan]] = {
     "retrofit": lambda n: StepPlan(
         step=n, stage_step=n, channel_scale=0.0, eviction="soft", target_cr=1 + n / 2
     ),
+    "layer_targets": lambda n: replace(PLANS["retrofit"](n), layer_weights=(0.9, 1.1)),
 }
 
 

@@ -83,7 +83,10 @@ class OffloadedTeacher:
         """Begin to copy the first layers, and run them as `DMSModel.run_layers`."""
         largest = max((host.flat for host in self._layers), key=Tensor.numel)
         # memory of this pass, so that the backward pass of the student can use it
-        self._slots = [torch.empty_like(largest, device=self._device) for _ in range(OFFLOAD_SLOTS)]
+        self._slots = [
+            torch.empty(largest.shape, dtype=largest.dtype, device=self._device)
+            for _ in range(OFFLOAD_SLOTS)
+        ]
         for number in range(min(OFFLOAD_SLOTS, len(self._layers))):
             self._fetch(number)
         return self._model.run_layers(hidden, eviction_stats, noise_keys, documents)

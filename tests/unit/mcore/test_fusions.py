@@ -58,7 +58,13 @@ def outcome(
     ("family", "preset", "recompute", "plan"),
     [
         ("llama", "dms", None, {"eviction": "soft", "channel_scale": 0.0}),
-        ("llama", "dms_nvidia", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
+        (
+            *("llama", "dms_nvidia", "full"),
+            {
+                **{"eviction": "soft", "channel_scale": 0.0, "packed": True},
+                "layer_weights": (0.2, 1.1),
+            },
+        ),
         ("qwen3", "dms", None, {"eviction": "none", "channel_scale": 0.3, "packed": True}),
         ("qwen2", "dms_nvidia", "selective", {"eviction": "soft", "channel_scale": 0.0}),
         ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "channel_scale": 0.0}),
