@@ -110,6 +110,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"plan": {"target_cr": 8.0, "loss": "mixed"}},
     "zeroing": {"plan": {"eviction": "none", "channel_scale": 0.5}},
     "packed": {"plan": {"target_cr": 8.0}, "packed": True},
+    # two layers evict more than their targets already
+    "layer_targets": {
+        "plan": {"target_cr": 8.0, "layer_weights": [0.2, 1.1, 0.4, 1.1]},
+        "packed": True,
+    },
 }
 # Default cases of the context-parallel layouts.
 CONTEXT_CASES = [
@@ -125,6 +130,9 @@ CONTEXT_CASES = [
     ("gemma3_text", "dms", "cp2", "packed"),
     ("olmo3", "dms", "cp2_tp2", "packed"),
 ]
+LAYER_TARGET_CASES = [
+    ("llama", "dms", layout, "layer_targets") for layout in ("tp2_pp2_sp", "selective_cp2_pp2_vp2")
+]
 # By default all families and variants run in this layout, which shards in every way.
 WHOLE_LAYOUT = "selective_tp2_pp2_vp2_sp"
 
@@ -134,10 +142,10 @@ def _cases() -> list[tuple[str, str, str, str]]:
     mixtures = [name for name, family in FAMILIES.items() if family.has_experts]
     if FULL_MATRIX:
         layouts = [*LAYOUTS, *CONTEXT_LAYOUTS]
-        of_experts = itertools.product(mixtures, PRESETS, EXPERT_LAYOUTS, VARIANTS)
-        return [*itertools.product(FAMILIES, PRESETS, layouts, VARIANTS), *of_experts]
+        mixed = itertools.product(mixtures, PRESETS, EXPERT_LAYOUTS, VARIANTS)
+        return [*itertools.product(FAMILIES, PRESETS, layouts, VARIANTS), *mixed]
     families = list(FAMILIES)
-    others = [name for name in VARIANTS if name != "retrofit"]
+    others = [name for name in VARIANTS if name not in ("retrofit", "layer_targets")]
     chosen = [(family, WHOLE_LAYOUT, "retrofit") for family in families]
     for number, layout in enumerate(LAYOUTS):
         first, second = (families[(number + shift) % len(families)] for shift in (0, 5))
@@ -148,7 +156,8 @@ def _cases() -> list[tuple[str, str, str, str]]:
         chosen += [(families[index], layout, variant) for index, variant in enumerate(others)]
     presets = {name: PRESETS[index % len(PRESETS)] for index, name in enumerate(families)}
     cases = [(family, presets[family], *rest) for family, *rest in chosen]
-    return [(mixtures[0], PRESETS[0], "tp2_ep2", "retrofit"), *CONTEXT_CASES, *cases]
+    of_experts = (mixtures[0], PRESETS[0], "tp2_ep2", "retrofit")
+    return [of_experts, *CONTEXT_CASES, *LAYER_TARGET_CASES, *cases]
 
 
 CASES = _cases()

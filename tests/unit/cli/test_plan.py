@@ -131,6 +131,15 @@ def test_a_much_faster_layout_is_named(monkeypatch, capsys, tmp_path):
     assert "hint" not in plan_of_32b(monkeypatch, capsys, tmp_path)  # the experiment's own layout
 
 
+def test_ratios_of_layers_and_memory_of_the_host_are_named(monkeypatch, capsys):
+    words = ["stage.retrofit.layer_ratios={0:2,1:3}", "teacher.offload=true"]
+    assert run_plan(monkeypatch, "experiment=demo", *words) == 0
+    shown = capsys.readouterr().out
+    # of 4 layers with 3/4 on the mean, the others evict (3 - 1/2 - 2/3) / 2
+    assert shown.count("CR of layers 0 to 3: 2, 3, 12, 12") == 2
+    assert "of the host: 0.00 pinned by a process for the teacher's layers" in shown
+
+
 def test_stages_shorter_than_five_steps():
     config = configs.config(stage__run=["zero_neuron"], stage__zero_neuron__steps=2)
     rows = describe(config, configs.architecture(), 1).splitlines()[-2:]
