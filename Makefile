@@ -30,19 +30,21 @@ VLLM_VENV := .venv-vllm-$(VLLM)
 
 .PHONY: setup check fmt fmt-check lint types imports test test-research test-megatron test-gpu test-slurm test-vllm test-faults test-mutations test-full docs demo
 
+# All cores compile what pip has installed, which pip would do on one. Templates do not compile.
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[all,dev,docs]'
-	$(BIN)/python -m pip install --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
+	$(BIN)/python -m pip install --no-compile $(TORCH)
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[all,dev,docs]'
+	$(BIN)/python -m pip install --no-compile --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
 	rm -rf $(MEGATRON_NEWEST)
 	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
 		--dest $(MEGATRON_NEWEST)/wheel megatron-core==$(MEGATRON) \
 		&& $(BIN)/python -m zipfile -e $(MEGATRON_NEWEST)/wheel/*.whl $(MEGATRON_NEWEST) \
 		&& $(BIN)/python -W ignore -m compileall -q $(MEGATRON_NEWEST) \
 		|| { rm -rf $(MEGATRON_NEWEST); echo "no megatron-core $(MEGATRON): its tests are skipped"; }
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib $(VENV)/transformers4 || true
 	touch $(STAMP)
 
 check: fmt-check lint types imports
