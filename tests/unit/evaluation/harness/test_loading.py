@@ -29,6 +29,7 @@ def defined(manager: Any, name: str) -> dict[str, str]:
     return files
 
 
+@pytest.mark.slow  # reads all definitions of the harness
 @pytest.mark.parametrize(
     ("name", "count"),
     [("mmlu", 66), ("ai2_arc", 3), ("lambada_openai", 1), ("afrixnli", 1), ("leaderboard", 40)],
