@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -314,6 +315,21 @@ def test_layouts_that_do_not_fit_experts(world_size, family, changes, expected):
     changes = {"data__global_batch_size": 12, **changes}
     lines = problems(world_size, {"family": family}, **changes)
     assert any(expected in line for line in lines)
+
+
+def test_overlapped_groups_stay_on_one_host() -> None:
+    changes = {"parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True}
+    for world_size, per_host, refused in ((2, 1, True), (6, 3, True), (4, 2, False), (2, 2, False)):
+        config = configs.config(**{TP: 2, **changes, "data__global_batch_size": 6 * world_size})
+        words = {"world_size": world_size, "processes_per_host": per_host}
+        with pytest.raises(ConfigError) if refused else contextlib.nullcontext() as caught:
+            check(config, architecture=configs.architecture(), **words)
+        if refused:
+            (line,) = caught.value.problems
+            assert line.startswith(
+                "parallel.tp_comm_overlap=true: needs each tensor-parallel group"
+            )
+            assert f"hosts of {per_host} process(es) do not divide into groups of 2" in line
 
 
 def test_all_problems_of_a_kind_are_listed_at_once():
