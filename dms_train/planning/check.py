@@ -50,7 +50,6 @@ def check(
             *_on_one_host(config, world_size, processes_per_host),
             *_lengths(config, architecture),
             *_cuda_graph(config, world_size, architecture.num_experts),
-            *_stored_tokens(config, architecture),
         ]
     if not problems and config.cluster.gpu is not None:
         problems = layouts.memory_problems(
@@ -159,12 +158,6 @@ def _teacher_logits(config: RunConfig) -> Iterator[str]:
         )
     if config.run.load is not None:
         yield f"run.load={config.run.load}: teacher_logits runs the original; leave it out"
-
-
-def _stored_tokens(config: RunConfig, architecture: Architecture) -> Iterator[str]:
-    k, most = config.stage.teacher_logits.top_k, architecture.vocab_size
-    if TEACHER_LOGITS in config.stage.run and k > most:
-        yield f"stage.teacher_logits.top_k={k}: the vocabulary has {most} tokens; use fewer"
 
 
 def _validation(config: RunConfig) -> Iterator[str]:

@@ -253,7 +253,7 @@ def stages_of(
             rank=rank,
             copies=copies * parallel.context_parallel_size,
             microbatches=count,
-            stored=step_bytes(config, count * data.micro_batch_size),
+            stored=step_bytes(config, architecture.vocab_size, count * data.micro_batch_size),
             trains=not stores,
         )
         for rank in range(parallel.pipeline_model_parallel_size)

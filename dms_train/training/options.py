@@ -134,7 +134,7 @@ class TeacherLogitsOptions:
         samples: Number of training samples, a multiple of `data.global_batch_size`. A run that
             reads them takes at most as many. The samples of evaluations are stored too.
         top_k: Stored tokens of a position, each with its probability; one more number is the
-            probability of all others together.
+            probability of all others together. Above the vocabulary's size all tokens are stored.
     """
 
     samples: Annotated[int | None, AtLeast(1)] = None
