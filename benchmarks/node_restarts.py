@@ -162,7 +162,8 @@ def _restart(run: _Run, fault: str) -> dict[str, Any]:
         cpu = _cpu_seconds(nodes)
         repeated = finished + 1 - min(run.steps())
     except TimeoutError as error:
-        return {"failed": str(error)}
+        *_, last = (run.folder / "log").read_text().splitlines() or ["no output"]
+        return {"failed": f"{error}: {last}"}
     finally:
         _kill(nodes)
     return {
