@@ -303,8 +303,8 @@ def family_of(config: Mapping[str, Any]) -> str:
     Raises:
         ValueError: For any other model_type.
     """
-    model_type = str(config.get("model_type", ""))
-    family = _METHOD_PREFIX.sub("", model_type, count=1)
+    model_type = config.get("model_type")
+    family = _METHOD_PREFIX.sub("", str(model_type), count=1)
     if family not in FAMILIES:
         fix = f"use one of {', '.join(FAMILIES)}"
         raise _config(config).refusal("model_type", model_type, fix)
@@ -316,7 +316,8 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
     for key, only in {**_FIXED_EVERYWHERE, **activation, **family.fixed}.items():
         value = config.values.get(key, only)
         if value != only and not (value is None and not only):
-            raise config.refusal(key, value, f"use a {family.name} model with {key}={only!r}")
+            needed = "null" if only is None else repr(only)
+            raise config.refusal(key, value, f"use a {family.name} model with {key}={needed}")
     refusal = family.refuse(config.values) if family.refuse else None
     if refusal is not None:
         raise config.refusal(*refusal)

@@ -28,6 +28,7 @@ from dms_train.hf.side_files import ADAPTER_CONFIG, is_adapter, refuse_side_file
 from dms_train.hf.stored import StoredPart, stored_parts, stored_shapes
 from dms_train.hf.stored_tensors import read_part
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.text_files import refuse_pointer
 from dms_train.hf.typed import typed
 
 SINGLE_FILE = "model.safetensors"
@@ -73,6 +74,8 @@ def resolve(
     if is_gguf(path):
         return cached_gguf(path)
     if path.is_file():
+        with path.open("rb") as file:
+            refuse_pointer(path, file.read(64))
         raise HFError(f"{path}: a file, but not a GGUF file; give a model directory")
     name = str(path_or_id)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -121,6 +124,8 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         raise FileNotFoundError(f"{path}: weight file is missing; copy the directory again")
     size = path.stat().st_size
     with path.open("rb") as file:
+        refuse_pointer(path, file.read(64))
+        file.seek(0)
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size:
