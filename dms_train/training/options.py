@@ -9,7 +9,7 @@ from typing import Annotated
 
 from dms_train.hf.formats import FORMATS
 from dms_train.hf.options import PRECISIONS
-from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
+from dms_train.limits import AtLeast, Below, Matches, OneOf, Positive, Share
 from dms_train.method.token_losses import TOKEN_LOSSES
 
 EVICTING_STAGES = ("retrofit", "hold")
@@ -236,7 +236,7 @@ class RunOptions:
         dry_run: Print the plan and stop before any process group is made.
     """
 
-    dir: str
+    dir: Annotated[str, Matches(r".*\S.*", "the path of a folder")]
     seed: Annotated[int, AtLeast(0), Below(_SEEDS)] = 1234
     resume: Annotated[str, OneOf("auto", "never")] = "auto"
     load: str | None = None

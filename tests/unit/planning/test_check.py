@@ -237,6 +237,7 @@ def test_stages_that_make_no_sense(changes, expected):
         ({"parallel__params_dtype": "fp16"}, "parallel.params_dtype=fp16: choose one of"),
         ({"parallel__recompute_granularity": "all"}, "choose one of null, selective, full"),
         ({"observe__wandb": "on"}, "choose one of offline, online, disabled"),
+        ({"run__dir": ""}, "run.dir=: use the path of a folder"),
         ({"run__resume": "yes"}, "run.resume=yes: choose one of auto, never"),
         ({"stage__retrofit__target_cr": 0.5}, "use at least 1"),
         ({"stage__retrofit__start_cr": 0.5}, "stage.retrofit.start_cr=0.5: use at least 1"),
