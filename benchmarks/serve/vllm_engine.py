@@ -59,7 +59,7 @@ def main() -> None:
     add("--max-itl-ms", type=float, default=30, help="limit of the 99th percentile (%(default)s)")
     add("--max-wait-s", type=float, default=2, help="limit of the first token's mean (%(default)s)")
     add("--warm-up-s", type=float, default=2, help="before a probe (%(default)s)")
-    add("--window-s", type=float, default=5, help="of a probe (%(default)s)")
+    add("--window-s", type=float, default=10, help="of a probe (%(default)s)")
     add = parser.add_argument_group("server").add_argument
     add("--request-rate", type=float, default=4, help="per second (%(default)s)")
     args = parser.parse_args()
@@ -329,7 +329,11 @@ def server(_: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "compilation_config": mode(not args.eager_prefill),
     }
     load = Load(case.sequences, Lengths(case.context, args.new_tokens), args.request_rate)
-    environment = os.environ | {"VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = os.environ | {
+        "VLLM_PLUGINS": plugins,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",  # the client reuses connections that it has kept
+    }
     row = measure_server(args.folder, options, environment, load)
     yield {**case._asdict(), "chunk": CHUNK, **row}
 

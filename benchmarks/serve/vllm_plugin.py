@@ -303,5 +303,12 @@ BENCHMARK = Benchmark(
     store=replace("cases", _key),
     continues="cases",
     tables=tables,
-    stored=(Table("*/vllm_plugin.json", SERVING_PAGE, ("dms_train/vllm_plugin", *ENGINE)),),
+    stored=(
+        Table("*/vllm_plugin.json", SERVING_PAGE, ("dms_train/vllm_plugin", *ENGINE)),
+        Table(
+            "*/vllm_plugin_busy_host.json",
+            "docs/guides/vllm.md",
+            ("dms_train/vllm_plugin", *ENGINE),
+        ),
+    ),
 )

@@ -18,6 +18,7 @@ from dms_train.vllm_plugin.errors import PluginError
 
 SCHEDULER = "dms_train.vllm_plugin.scheduler.build_scheduler"
 FP8_CACHES = ("fp8", "fp8_e4m3")  # two names of one dtype
+_HEAD_SIZE_FROM_HIDDEN = ("qwen2",)  # vLLM's classes that do not read `head_dim`
 _NAN_CHECKS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
 
 
@@ -44,6 +45,21 @@ def layer_windows(model: str | Path) -> list[int | None]:
     return [layer.window for layer in read_architecture(resolve(model)).attention_layers]
 
 
+def _require_known_head_size(model: str | Path) -> None:
+    """Refuse a head size that vLLM would take for another one, and read the wrong weights.
+
+    Raises:
+        PluginError: The model is of such a family and has such a size.
+    """
+    a = read_architecture(resolve(model))
+    taken = a.hidden_size // a.num_attention_heads
+    if a.family in _HEAD_SIZE_FROM_HIDDEN and a.kv_channels != taken:
+        raise PluginError(
+            f"{model}: heads of {a.kv_channels} channels, for which vLLM takes {taken} (hidden size "
+            f"by heads) in a {a.family} model; serve it with dms-serve"
+        )
+
+
 class RetrofittedConfig(VerifyAndUpdateConfig):
     """Hook of vLLM for the architectures `<Family>ForCausalLMDMS`."""
 
@@ -54,7 +70,9 @@ class RetrofittedConfig(VerifyAndUpdateConfig):
         Raises:
             PluginError: One line that names the option.
         """
-        read_dms_spec(vllm_config.model_config.model)
+        model = vllm_config.model_config.model
+        read_dms_spec(model)
+        _require_known_head_size(model)
         for refused, message in _refusals(vllm_config):
             if refused:
                 raise PluginError(f"a DMS model in vLLM: {message}")

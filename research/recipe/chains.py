@@ -15,7 +15,7 @@ from research.recipe.steps import EVALUATE, ORIGINAL, Model, Settings, documents
 
 _LENGTHS = (0.5, 1, 2)  # in units of 1,024 tokens
 _WIDTHS = (1, 2, 4, 8, 16)
-_RATIOS = (4, 8)
+_RATIOS = (2, 4, 8)
 _SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.95")
 _FILES = {
     "gsm8k": "openai/gsm8k/main/test.jsonl",

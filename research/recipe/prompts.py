@@ -1,8 +1,9 @@
 """Instructions for a model, whose answers are the text of its retrofit.
 
-    python -m research recipe-prompts outputs/prompts.jsonl --count 4000
+    python -m research recipe-prompts prompts.jsonl --count 4000 [--add train.jsonl:question]
 
 draws tasks and subjects at random; every line is {"prompt": ...}. They are this project's own text.
+Rows of other files can be added; then all are in random order.
 """
 
 from __future__ import annotations
@@ -81,9 +82,30 @@ def prompts(number: int, start: int) -> list[str]:
     raise EvaluationError(f"--count {number}: only {len(drawn)} prompts were found; ask for fewer")
 
 
+def column(given: str) -> list[str]:
+    """Return the texts of one column of a file of JSON lines, given as `FILE:COLUMN`.
+
+    Raises:
+        EvaluationError: There is no such file or column, or the column has no texts.
+    """
+    file, _, name = given.rpartition(":")
+    if not file or not Path(file).is_file():
+        raise EvaluationError(f"--add {given}: name a file of JSON lines as FILE:COLUMN")
+    with open(file, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    if not all(isinstance(row.get(name), str) for row in rows):
+        raise EvaluationError(f"--add {given}: not every row has a text {name!r}; see {file}")
+    return [row[name] for row in rows]
+
+
 def _run(args: argparse.Namespace) -> int:
+    found = prompts(args.count, args.seed)
+    for given in args.add:
+        found += column(given)
+    if args.add:
+        random.Random(args.seed).shuffle(found)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"prompt": prompt}) for prompt in prompts(args.count, args.seed)]
+    lines = [json.dumps({"prompt": prompt}) for prompt in found]
     args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
@@ -98,4 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help=".jsonl file to write")
     parser.add_argument("--count", type=count, required=True)
     parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument(
+        "--add", nargs="+", default=[], metavar="FILE:COLUMN", help="prompts of other sources"
+    )
     return run_main(lambda: _run(parser.parse_args(arguments)))

@@ -68,6 +68,7 @@ class Recipe:
         prompts: Number of prompts that the model answers.
         continuations: Answers to each prompt.
         new_tokens: Limit of an answer.
+        sampled: Share of these answers in the training text, if there is other text.
         tasks: Tasks of the evaluation.
         published: Name of the model's published scores; None without.
         chains: Also sample several chains of reasoning.
@@ -82,6 +83,7 @@ class Recipe:
     prompts: int
     continuations: int = 2
     new_tokens: int = 1800
+    sampled: float = 0.5
     tasks: tuple[Task, ...] = _TASKS
     published: str | None = None
     chains: bool = False
@@ -102,9 +104,10 @@ RECIPES = {
         experiment="qwen25_coder_0_5b",
         source="qwen25-coder-0.5b-instruct",
         prompts=10_000,
+        sampled=0.75,
         tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
         chains=True,
-        contexts=(1024, 2048, 4096, 8192),
+        contexts=(1024, 4096, 8192, 16384),
     ),
     "toy": Recipe(
         experiment="smollm2_135m",
@@ -297,7 +300,8 @@ def _fetched(settings: Settings) -> list[Step]:
 
 def _shards(settings: Settings) -> dict[str, float]:
     """Return the shards of the training data with their weights."""
-    return {"sampled": 0.5, "text": 0.5} if settings.text else {"sampled": 1.0}
+    share = settings.recipe.sampled
+    return {"sampled": share, "text": 1 - share} if settings.text else {"sampled": 1.0}
 
 
 def _data(settings: Settings) -> list[Step]:

@@ -18,6 +18,7 @@ from dms_train.hf.formats import read_target_cr
 from dms_train.inference.errors import InferenceError
 from research.lab.run import UNFINISHED
 from research.lab.steps import as_text
+from research.recipe import prompts as recipe_prompts
 from research.recipe import run as recipe
 from research.recipe.chains import chains_text, measured_chains
 from research.recipe.evaluations import results, steps
@@ -122,7 +123,7 @@ def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None
     assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
 
 
-def test_chains_are_sampled_from_the_original_and_two_exports(tmp_path: Path) -> None:
+def test_chains_are_sampled_from_the_original_and_its_exports(tmp_path: Path) -> None:
     for code in (None, "sandbox"):
         made = {
             step.name: step
@@ -130,7 +131,7 @@ def test_chains_are_sampled_from_the_original_and_two_exports(tmp_path: Path) ->
             if step.name.startswith("chains")
         }
         tasks = ["gsm8k", "math500", *(["humaneval"] if code else [])]
-        names = [f"chains_{task}_{m}" for m in (ORIGINAL, "cr4", "cr8") for task in tasks]
+        names = [f"chains_{task}_{m}" for m in (ORIGINAL, "cr2", "cr4", "cr8") for task in tasks]
         assert list(made) == [*names, "chains_report"]
         assert list(made["chains_report"].needs) == names
     options = compose_evaluation(made["chains_humaneval_cr4"].words()[3:])
@@ -261,6 +262,21 @@ def test_prompts_are_many_and_the_same_for_a_seed() -> None:
     assert drawn != prompts(1000, 1)
     assert len(set(prompts(10_000, 0))) == 10_000
     assert not [prompt for prompt in drawn if "{" in prompt]
+
+
+def test_prompts_of_other_files_are_added_in_random_order(tmp_path: Path, capsys) -> None:
+    out, other = tmp_path / "prompts.jsonl", tmp_path / "train.jsonl"
+    added = [f"Question {i}?" for i in range(30)]
+    other.write_text("".join(json.dumps({"question": text}) + "\n" for text in added))
+    given = [str(out), "--count", "20", "--add", f"{other}:question"]
+    assert recipe_prompts.main(given) == 0
+    found = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+    assert sorted(found) == sorted([*prompts(20, 0), *added])
+    assert [text in added for text in found] != [False] * 20 + [True] * 30
+    assert recipe_prompts.main([*given[:-1], f"{other}:answer"]) == 2
+    assert f"--add {other}:answer: not every row has a text 'answer'" in capsys.readouterr().err
+    assert recipe_prompts.main([*given[:-1], f"{tmp_path}:question"]) == 2
+    assert "name a file of JSON lines as FILE:COLUMN" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path, capsys) -> None:

@@ -112,6 +112,8 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
     }
     as_dms = {"retrofitted": True, "preset": "dms", "export_format": "dms"}
     windowed = write(folder / "windowed", a=WINDOWED, **as_dms)
+    wide = replace(tiny_architecture("qwen2"), kv_channels=64)
+    others["wide heads"] = write(folder / "wide", a=wide, **as_dms)
     cases["windowed, fp8"] = (windowed, {"kv_cache_dtype": "fp8"}, {})
     others["windowed"] = windowed
     cases |= {name: (path, {}, {}) for name, path in others.items()}
@@ -135,6 +137,13 @@ def test_an_option_is_refused_in_one_line(configured, name):
 def test_fp8_is_refused_for_layers_with_a_window_in_one_line(configured):
     reason = "layers with a sliding window store no fp8; remove kv_cache_dtype=fp8"
     assert configured["windowed, fp8"]["error"] == f"PluginError: a DMS model in vLLM: {reason}"
+
+
+def test_a_head_size_that_vllm_does_not_read_is_refused(configured):
+    error = configured["wide heads"]["error"]
+    assert error.startswith("PluginError")
+    assert "heads of 64 channels, for which vLLM takes" in error
+    assert error.endswith("in a qwen2 model; serve it with dms-serve")
 
 
 def test_an_adapter_is_refused(configured):
