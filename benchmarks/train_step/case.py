@@ -105,7 +105,13 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     if case.shape == "tiny" and spec.window:
         spec = spec.override(window=16)
     trainable = Trainable(weights=case.trains)
-    options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1, trainable=trainable)
+    options = TrainEngineOptions(
+        parallel=parallel,
+        optim=_OPTIM,
+        seed=1,
+        trainable=trainable,
+        offloads_teacher=case.offloads,
+    )
     engine = McoreEngine(
         architecture, spec, view, options, DeviceWeights(architecture, 1, view.device)
     )

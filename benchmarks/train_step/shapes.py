@@ -168,6 +168,7 @@ class Case:
         recompute: `parallel.recompute_granularity`, or `mlp` for selective recomputation of MLPs.
         cuda_graph: `parallel.cuda_graph` of ours; the peer has none.
         trains: `method.train` of ours; the peer trains all weights.
+        offloads: `teacher.offload` of ours.
         warmup: Steps before those that are measured.
         profile: True to profile the kernels of a further step.
     """
@@ -181,6 +182,7 @@ class Case:
     recompute: str | None = None
     cuda_graph: str = "auto"
     trains: str = "all"
+    offloads: bool = False
     warmup: int = 3
     steps: int = 10
     profile: bool = False
@@ -195,12 +197,12 @@ class Case:
     def known(self) -> bool:
         """Return whether the subject supports this case.
 
-        The peer has no method, no pipeline, no context parallelism, no overlap, and KL of whole
-        rows. Its
-        local layers have no sequence parallelism.
+        An offloaded teacher needs weights of its own. The peer has no method, no pipeline, no
+        context parallelism, no overlap, and KL of whole rows. Its local layers have no sequence
+        parallelism.
         """
         if self.subject == "ours":
-            return True
+            return not self.offloads or (self.kind != "lm" and self.trains == "all")
         whole = self.kind == "lm" or self.layout.tp == 1
         spread = not self.layout.sp or self.layers == "transformer_engine"
         plain = self.kind not in METHODS and self.trains == "all" and not self.layout.overlap
@@ -212,7 +214,8 @@ class Case:
         subject = "ours" if self.subject == "ours" else "megatron-core"
         graph = ", eager" if self.subject == "ours" and self.cuda_graph == "never" else ""
         trains = "" if self.trains == "all" else f", train={self.trains}"
-        return f"{subject} ({self.layers}{graph}{trains}): {_LABELS[self.kind]}"
+        offloads = ", teacher offloaded" * self.offloads
+        return f"{subject} ({self.layers}{graph}{trains}{offloads}): {_LABELS[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON form."""

@@ -13,6 +13,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.limits import AUTO
 from dms_train.mcore.options import ParallelOptions
+from dms_train.method.plan import StepPlan
 from dms_train.method.schedule import evicted_fraction
 from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
@@ -40,7 +41,7 @@ def describe(
         *run_lines(config, architecture, world_size, loaded_cr),
         f"folder  {config.run.dir}",
         "",
-        *_stages(config, architecture.vocab_size, loaded_cr),
+        *_stages(config, architecture, loaded_cr),
     ]
     return "\n".join(lines)
 
@@ -141,18 +142,29 @@ def _recompute(parallel: ParallelOptions) -> str:
     return f", recompute {' '.join((parallel.recompute_granularity, *modules))}"
 
 
-def _stages(config: RunConfig, vocab_size: int, loaded_cr: float) -> Iterator[str]:
-    stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
+def _stages(config: RunConfig, a: Architecture, loaded_cr: float) -> Iterator[str]:
+    warmup = config.optim.lr_warmup_steps
+    stages = build_stages(config.stage, warmup, loaded_cr, a.method_layers)
     first_step = 0
     for name, stage in zip(config.stage.run, stages, strict=True):
         if not isinstance(stage, Stage):
-            yield f"stage {name}: {_action(config, stage, vocab_size)}"
+            yield f"stage {name}: {_action(config, stage, a.vocab_size)}"
             continue
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
         yield f"      step channel  decision  CR target  {config.method.verb}"
         yield from (_row(stage, first_step, index) for index in _spread(stage.steps))
+        yield from _layer_ratios(stage.plan(0, max(0, stage.steps - 1)), a.method_layers)
         yield from _branches(stage)
         first_step += stage.steps
+
+
+def _layer_ratios(plan: StepPlan, layers: list[int]) -> Iterator[str]:
+    """Describe the ratios of layers with targets of their own at the end of a stage."""
+    if plan.layer_weights:
+        mean = evicted_fraction(plan.target_cr)
+        ratios = (1 / (1 - mean * plan.layer_weights[layer]) for layer in layers)
+        shown = ", ".join(f"{ratio:.3g}" for ratio in ratios)
+        yield f"      CR of layers {layers[0]} to {layers[-1]}: {shown}"
 
 
 def _branches(stage: Stage) -> Iterator[str]:

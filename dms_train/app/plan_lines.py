@@ -11,7 +11,7 @@ from dms_train.planning import layouts, validation_memory
 from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
 from dms_train.planning.gpus import GPUS, Gpu, calibration
 from dms_train.planning.layouts import Layout
-from dms_train.planning.memory import runs_teacher
+from dms_train.planning.memory import runs_teacher, stages_of
 from dms_train.planning.run_size import run_size
 
 _GIB = 2**30
@@ -40,6 +40,9 @@ def layout_lines(config: RunConfig, architecture: Architecture, world_size: int)
             f"{size / _GIB:>11.2f}" for size in sizes
         )
     yield f"        in all: with the allocator's fragmentation and {_of_gpu(config, layout)}"
+    if config.teacher.offload:
+        host = max(stage.pinned_bytes for stage in stages_of(config, architecture, world_size))
+        yield f"        of the host: {host / _GIB:.2f} pinned by a process for the teacher's layers"
     yield _operations(config, architecture, world_size, layout)
     shares = ", ".join(f"{name} {value:.3g}" for name, value in layout.time.kinds().items())
     yield f"time    {layout.time.total:.3g} s a step on {gpu.label}: {shares}"

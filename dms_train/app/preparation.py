@@ -72,7 +72,12 @@ def prepare(config: RunConfig) -> Prepared:
             ratio = start.state.loaded_cr
             log.logger().info("run.load=%s: its compression ratio is %g", start.student, ratio)
     spec = with_known_channel(config.method, start.spec).spec
-    stages = build_stages(config.stage, config.optim.lr_warmup_steps, start.state.loaded_cr)
+    stages = build_stages(
+        config.stage,
+        config.optim.lr_warmup_steps,
+        start.state.loaded_cr,
+        start.architecture.method_layers,
+    )
     _check_data(config, start)
     _check_export(config, spec, start, stages)
     prepared = Prepared(

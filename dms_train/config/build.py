@@ -159,6 +159,8 @@ def _value(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
         return _dataclass(typing.cast(type, hint), value, path, refused)
     if typing.get_origin(hint) is tuple:
         return _tuple(hint, value, path, refused)
+    if typing.get_origin(hint) is dict:
+        return _numbered(hint, value, path, refused)
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -172,6 +174,17 @@ def _tuple(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
         refused.lines.append(f"{path}={value!r}: expected a list, each item {_name(item)}")
         return None
     return tuple(_value(item, v, f"{path}[{i}]", refused) for i, v in enumerate(value))
+
+
+def _numbered(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
+    """Read a mapping whose keys are whole numbers."""
+    item = typing.get_args(hint)[1]
+    if not isinstance(value, Mapping) or not all(type(key) is int for key in value):
+        refused.lines.append(
+            f"{path}={value!r}: expected {{0: ..., 1: ...}}, each item {_name(item)}"
+        )
+        return None
+    return {key: _value(item, each, f"{path}.{key}", refused) for key, each in value.items()}
 
 
 def _name(hint: Any) -> str:

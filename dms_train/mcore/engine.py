@@ -29,6 +29,7 @@ from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.model import gathering, low_rank, mapping, sharing, stored, weights
 from dms_train.mcore.model.low_rank import AdapterTensors
 from dms_train.mcore.model.model import DMSModel, transformer_config
+from dms_train.mcore.model.offload import OffloadedTeacher
 from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable
 from dms_train.mcore.schedule import optimizer as optim
@@ -52,6 +53,8 @@ class TrainEngineOptions:
         loss: Parameters of the token losses.
         trainable: Weights of the student that train.
         reads_teacher: Whether the batches bring the stored distributions of the teacher.
+        offloads_teacher: Whether the layers of a teacher with weights of its own stay in host
+            memory between passes.
     """
 
     parallel: ParallelOptions
@@ -62,6 +65,7 @@ class TrainEngineOptions:
     loss: LossOptions = PLAIN_LOSS
     trainable: Trainable = ALL_WEIGHTS
     reads_teacher: bool = False
+    offloads_teacher: bool = False
 
 
 class McoreEngine:
@@ -160,7 +164,9 @@ class McoreEngine:
             weights.copy(self._models, teachers)
         for student, teacher in zip(self._models, teachers, strict=True):
             frozen = teacher.to(self._config.params_dtype).requires_grad_(requires_grad=False)
-            student.set_teacher(frozen.eval())
+            frozen.eval()
+            offloads = self._options.offloads_teacher
+            student.set_teacher(OffloadedTeacher(frozen, self.view.device) if offloads else frozen)
 
     def begin_stage(self, rate: LearningRate) -> None:
         """Set the learning-rate schedule that `StepPlan.stage_step` counts on."""
@@ -184,7 +190,7 @@ class McoreEngine:
             options=self._method.options,
             statistics=StepStatistics(self._method.plan.token_loss.terms),
             step=self._method.step,
-            target=self._method.target,
+            target=self._method.overall_target,
             architecture=self.architecture,
             view=self.view,
             seed=self._options.seed,

@@ -19,6 +19,8 @@ CUDA_GRAPH = ("auto", "always", "never")
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 LAYERS = ("auto", "local", "transformer_engine")
 LORA_TARGETS = ("q", "k", "v", "o")
+# Number of layers of an offloaded teacher whose weights are on the GPU during a pass.
+OFFLOAD_SLOTS = 2
 # Number of bf16 addends that hold an fp32 value exactly.
 EXACT_PARTS = 3
 

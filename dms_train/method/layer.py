@@ -34,7 +34,8 @@ class LayerPass(NamedTuple):
     Attributes:
         plan: Plan of the current step.
         options: Constants of the method and its training.
-        target: alpha*, the share of the tokens that must take no slot; a number or a tensor [].
+        target: alpha* of the layer, the share of the tokens that must take no slot; a number or a
+            tensor [].
         documents: Packed documents; None where a sample is one document.
         noise: Key of the relaxation's noise; None for no noise.
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
@@ -54,6 +55,19 @@ class LayerPass(NamedTuple):
     first_rank: bool
     heads: int
     recorded: bool
+
+    def hinge(self, alpha_sum: Tensor, groups: int, length: int) -> Tensor:
+        """Return this rank's part of the layer's own one-sided loss, times its decisions, [b].
+
+        Args:
+            alpha_sum: Sum of the decisions of this rank, [b].
+            groups: Number of KV heads of this rank.
+            length: Positions of a sample.
+        """
+        tokens = length if self.documents is None else self.documents.tokens
+        mean = self.sum_ranks(alpha_sum) / (self.heads * tokens)
+        short: Tensor = (self.target - mean).clamp(min=0.0)
+        return short * groups * tokens
 
 
 class Decided(NamedTuple):

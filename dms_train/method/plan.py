@@ -27,6 +27,8 @@ class StepPlan:
         target_cr: Compression ratio to reach; 1 requires no eviction.
         loss: A name in `TOKEN_LOSSES`.
         noise: Whether the relaxation is noisy (off only in checks).
+        layer_weights: alpha* of each layer over alpha* of `target_cr`, by number of the layer; the
+            compression loss then has a term for each layer. Empty for one term of all layers.
     """
 
     step: int = 0
@@ -36,6 +38,7 @@ class StepPlan:
     target_cr: float = 1.0
     loss: str = "distill"
     noise: bool = True
+    layer_weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.token_loss  # raises for an unknown name
@@ -46,7 +49,8 @@ class StepPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepPlan:
         """Read the fields of a plan that any version of the program stored."""
-        return cls(**{_RENAMED.get(key, key): value for key, value in values.items()})
+        fields = {_RENAMED.get(key, key): value for key, value in values.items()}
+        return cls(**{**fields, "layer_weights": tuple(fields.get("layer_weights", ()))})
 
     @property
     def token_loss(self) -> TokenLoss:

@@ -47,6 +47,7 @@ class Microbatch:
         fused: True if the fused layers run besides the attention kernel, as on every GPU.
         trainable: Weights of the student that train.
         shares: True if the teacher shares the frozen weights of the student.
+        offloads: True if the layers of the teacher stay in host memory between passes.
     """
 
     architecture: Architecture
@@ -59,6 +60,7 @@ class Microbatch:
     fused: bool = True
     trainable: Trainable = ALL_WEIGHTS
     shares: bool = False
+    offloads: bool = False
 
     @property
     def trains_all(self) -> bool:

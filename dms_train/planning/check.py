@@ -13,9 +13,10 @@ from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.limits import OneOf
 from dms_train.mcore.options import PLAIN_LORA
+from dms_train.method.schedule import layer_weights
 from dms_train.planning import divide, layouts
 from dms_train.planning.gpus import GPUS
-from dms_train.planning.memory import needs_teacher
+from dms_train.planning.memory import needs_teacher, runs_teacher
 from dms_train.training.options import EVICTING_STAGES, STAGES, TEACHER_LOGITS
 
 
@@ -50,6 +51,7 @@ def check(
             *_on_one_host(config, world_size, processes_per_host),
             *_lengths(config, architecture),
             *_cuda_graph(config, world_size, architecture.num_experts),
+            *_layer_ratios(config, architecture),
         ]
     if not problems and config.cluster.gpu is not None:
         problems = layouts.memory_problems(
@@ -132,6 +134,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
         yield from _starting_weights(config)
         yield from _kl_limit(config)
         yield from _teacher_logits(config)
+        yield from _offload(config)
         yield from _validation(config)
         yield from _evaluation(config)
 
@@ -158,6 +161,38 @@ def _teacher_logits(config: RunConfig) -> Iterator[str]:
         )
     if config.run.load is not None:
         yield f"run.load={config.run.load}: teacher_logits runs the original; leave it out"
+
+
+def _offload(config: RunConfig) -> Iterator[str]:
+    """Yield one line if no teacher has weights of its own that could be offloaded."""
+    if not config.teacher.offload:
+        return
+    if not runs_teacher(config):
+        yield "teacher.offload=true: no teacher runs beside the student; leave it out"
+    elif config.shares_teacher:
+        yield (
+            f"teacher.offload=true: with method.train={config.method.train} the teacher shares the "
+            "frozen weights of the student; leave it out"
+        )
+
+
+def _layer_ratios(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    ratios, target = config.stage.retrofit.layer_ratios, config.stage.retrofit.target_cr
+    if not ratios:
+        return
+    where = "stage.retrofit.layer_ratios"
+    if config.method.kind != "dms":
+        yield f"{where}: method={config.method.preset} has one target for all layers; leave it out"
+    elif "retrofit" not in config.stage.run:
+        yield (
+            f"{where}: the stage retrofit reads it; add that to stage.run (it takes no step if "
+            "run.load has the ratio already), or leave it out"
+        )
+    else:
+        try:
+            layer_weights(ratios, target, architecture.method_layers)
+        except ValueError as error:
+            yield f"{where}: {error}"
 
 
 def _validation(config: RunConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.mcore.options import OFFLOAD_SLOTS
 from dms_train.method.token_losses import TOKEN_LOSSES
 from dms_train.planning import activations, trained
 from dms_train.planning.activations import Microbatch, padded_vocab
@@ -36,8 +37,8 @@ class MemoryEstimate:
         weights: Weights of the student.
         gradients: Gradient sums of the weights that train, in fp32.
         optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights.
-        teacher: Weights of the frozen original that the student does not share, or the stored
-            distributions of a step.
+        teacher: Weights of the frozen original that the student does not share and that do not lie
+            in host memory, or the stored distributions of a step.
         activations: Kept for the backward passes of the microbatches in flight.
         logits: Kept for the backward pass of the last stage's head.
         workspace: The largest set of short-lived tensors, and communication buffers.
@@ -135,13 +136,30 @@ class PipelineStage:
     @property
     def parameters(self) -> int:
         """Weights on each of the stage's processes."""
-        a, tp = self.microbatch.architecture, self.microbatch.tp
+        a = self.microbatch.architecture
         tables = int(self.rank == 0)
         if self.is_last and not (self.pp == 1 and a.tie_word_embeddings):
             tables += 1  # a tied one is copied to the last stage
         final_norm = a.hidden_size if self.is_last else 0
-        layers = self.layers * self.vp * (_sharded(a) // tp + _replicated(a))
-        return layers + self.experts + tables * self._table + final_norm
+        return self.layer_parameters + tables * self._table + final_norm
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of layers on each of the stage's processes."""
+        a, tp = self.microbatch.architecture, self.microbatch.tp
+        return self.layers * self.vp * (_sharded(a) // tp + _replicated(a)) + self.experts
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the teacher's layers in the host memory of a process."""
+        return self.layer_parameters * self.microbatch.width * self.microbatch.offloads
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory for `host_bytes`: torch rounds each layer up to a power of two."""
+        layers = self.layers * self.vp
+        each = self.host_bytes // layers
+        return layers << (each - 1).bit_length() if each else 0
 
     @property
     def experts(self) -> int:
@@ -184,11 +202,12 @@ class PipelineStage:
 
     @property
     def unshared(self) -> int:
-        """Weights of the teacher that exist beside those of the student."""
+        """Weights of the teacher that stay on the device beside those of the student."""
         m = self.microbatch
         if not m.distills:
             return 0
-        return self.trained - self.adapters if m.shares else self.parameters
+        own = self.parameters - self.layer_parameters * m.offloads
+        return self.trained - self.adapters if m.shares else own
 
     @property
     def shared_table(self) -> int:
@@ -245,6 +264,7 @@ def stages_of(
         fused=config.kernels in ("auto", "triton") and not config.method.decays,
         trainable=config.trainable,
         shares=config.shares_teacher,
+        offloads=config.teacher.offload,
     )
     count = data.global_batch_size // (data.micro_batch_size * copies)
     return [
@@ -343,7 +363,8 @@ def _forward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
     m, transit = stage.microbatch, _in_transit(stage)
     # the student's output is held until the teacher's exists; on the last stage also the norm's
     output = (2 if has_head else 1) * m.residual
-    moments = [_Moment(held, 0, activations.forward_workspace(m) + output + transit)]
+    slots = OFFLOAD_SLOTS * stage.host_bytes // (stage.layers * stage.vp)
+    moments = [_Moment(held, 0, activations.forward_workspace(m) + output + transit + slots)]
     if has_head:
         work = activations.head_workspace(m) + transit
         moments.append(_Moment(held, activations.head_kept(m), work))

@@ -2,7 +2,8 @@
 
 Every term is an amount of work divided by a speed: the data sheet's value times a measured share.
 The terms are added. Overlap is part of the measured shares, except for `parallel.tp_comm_overlap`:
-the time of a transfer is then reduced by the time of the products that run during it.
+the time of a transfer is then reduced by the time of the products that run during it. Copies of an
+offloaded teacher count as far as the forward passes do not hide them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,23 @@ class Overlap(NamedTuple):
     matmul_flops: float
 
 
+class Offload(NamedTuple):
+    """Copies of the teacher's layers in a step, and the forward passes that run during them.
+
+    Attributes:
+        host_bytes: Bytes copied from host memory.
+        matmul_flops: Operations of matrix products of the layers of student and teacher.
+        attention_flops: Operations of their attention.
+    """
+
+    host_bytes: float = 0.0
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+
+
+NO_OFFLOAD = Offload()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Work of one process in one step, independent of any speed.
@@ -50,6 +68,7 @@ class Work:
         link_bytes: Bytes sent to GPUs of the same node.
         network_bytes: Bytes sent to other nodes.
         overlaps: Parts of `link_bytes`, each with the products that hide it while they run.
+        offload: Copies of an offloaded teacher.
     """
 
     matmul_flops: float = 0.0
@@ -59,6 +78,7 @@ class Work:
     link_bytes: float = 0.0
     network_bytes: float = 0.0
     overlaps: tuple[Overlap, ...] = ()
+    offload: Offload = NO_OFFLOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +89,7 @@ class StepTime:
         matmul: Products of layers and head.
         attention: Forward, backward and recomputed attention.
         traffic: Norms, activations and other work that memory limits.
-        communication: Of all parallel dimensions.
+        communication: Of all parallel dimensions, and of an offloaded teacher.
         update: The optimizer.
         bubble: Waiting for the other stages of the pipeline.
     """
@@ -121,10 +141,18 @@ def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
     )
     return StepTime(
         **compute,
-        communication=(link + network) / c.link_efficiency - hidden,
+        communication=(link + network) / c.link_efficiency - hidden + _exposed(work, gpu, c),
         update=work.update_bytes / (gpu.memory_tbs * _TERA),
         bubble=sum(compute.values()) * bubble(stage.pp, stage.vp, stage.microbatches),
     )
+
+
+def _exposed(work: Work, gpu: Gpu, c: Calibration) -> float:
+    """Return the seconds of copies from the host that the forward passes do not hide."""
+    matmul = work.offload.matmul_flops / c.matmul_efficiency
+    attention = work.offload.attention_flops / c.attention_efficiency
+    copies = work.offload.host_bytes / (gpu.host_gbs * _GIGA)
+    return max(0.0, copies - (matmul + attention) / (gpu.tflops * _TERA))
 
 
 def work_of(stage: PipelineStage) -> Work:
@@ -153,6 +181,9 @@ def work_of(stage: PipelineStage) -> Work:
         link_bytes=links,
         network_bytes=network,
         overlaps=_overlaps(stage),
+        offload=Offload(
+            count * stage.host_bytes, count * 2 * m.tokens * products, count * 2 * attention
+        ),
     )
 
 

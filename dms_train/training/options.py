@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -59,6 +60,10 @@ class RetrofitOptions:
     The annealing ends early when the validation KL at an integer ratio, or at the target, is above
     `max_kl` nats per token. The run then continues from the last ratio within that limit. None
     anneals to the target.
+
+    `layer_ratios` gives layers a ratio of their own at the target, by number from 0. The other
+    layers evict the rest, so that `target_cr` stays the ratio of all. At a lower ratio on the way,
+    and in `hold`, the evicted shares of layers keep their proportions.
     """
 
     target_cr: Annotated[float, AtLeast(1)]
@@ -66,6 +71,7 @@ class RetrofitOptions:
     start_cr: Annotated[float | None, AtLeast(1)] = None
     annealing: Annotated[str, OneOf("linear", "immediate")] = "linear"
     max_kl: Annotated[float | None, Positive()] = None
+    layer_ratios: dict[int, float] | None = None
     loss: Annotated[str, OneOf(*TOKEN_LOSSES)] = "distill"
     lr: Annotated[float | None, Positive()] = None
 
@@ -76,6 +82,9 @@ class RetrofitOptions:
                 f"{path}.target_cr={self.target_cr}: below {path}.start_cr={self.start_cr}; "
                 "anneal upwards"
             )
+        for layer, ratio in (self.layer_ratios or {}).items():
+            if not 1 <= ratio < math.inf:
+                yield f"{path}.layer_ratios.{layer}={ratio:g}: use a number of at least 1"
         if self.max_kl is None:
             return
         if self.annealing == "immediate":
@@ -152,9 +161,12 @@ class TeacherOptions:
         logits: Run folder of a finished stage `teacher_logits` with the same model, data, split,
             sequence length, seed and temperature. Its files replace the teacher. None runs the
             original beside the student.
+        offload: Keep the layers of the original in pinned host memory, and copy each to the GPU
+            ahead of its turn in a pass.
     """
 
     logits: str | None = None
+    offload: bool = False
 
 
 LIVE_TEACHER = TeacherOptions()

@@ -6,7 +6,7 @@ channel is zero in the last zeroing step, and the ratio is the target in the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -81,6 +81,7 @@ class RetrofitStage(Stage):
     start_cr: float
     target_cr: float
     steps_per_cr: int
+    layer_weights: tuple[float, ...] = ()
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
         """Let the ratio grow by one unit per `steps_per_cr` steps."""
@@ -94,6 +95,7 @@ class RetrofitStage(Stage):
             channel_scale=0.0,
             eviction="soft",
             target_cr=ratio,
+            layer_weights=self.layer_weights,
         )
 
     def integer_passed(self, stage_step: int) -> int | None:
@@ -127,7 +129,7 @@ def _rate_of(block: PretrainOptions | ZeroNeuronOptions | RetrofitOptions | Hold
 
 
 def build_stages(
-    options: StageOptions, warmup: int, loaded_cr: float = 1.0
+    options: StageOptions, warmup: int, loaded_cr: float = 1.0, layers: Sequence[int] = ()
 ) -> list[Stage | Action]:
     """Build the entries of `stage.run` in order.
 
@@ -136,9 +138,12 @@ def build_stages(
         warmup: Warm-up steps of every stage except `hold`.
         loaded_cr: Ratio of the student the run starts from: `retrofit` continues from it, and
             `hold` keeps it when no `retrofit` precedes.
+        layers: Numbers of the layers on which the method acts, for `retrofit.layer_ratios`; empty
+            where only the number of steps matters.
 
     Raises:
-        ValueError: A value has a wrong type; the first one, with its key.
+        ValueError: A value has a wrong type; the first one, with its key. Or `layer_ratios` do not
+            fit the ratio of all layers.
     """
     for problem in limits.wrong_types(options, "stage"):
         raise ValueError(problem)
@@ -148,7 +153,19 @@ def build_stages(
         stages.append(_ACTIONS.get(name) or _build(name, options, warmup, ratio))
         if name == "retrofit":
             ratio = options.retrofit.target_cr
-    return stages
+    ratios = options.retrofit.layer_ratios
+    if not (ratios and layers and "retrofit" in options.run):
+        return stages
+    weights = schedule.layer_weights(ratios, ratio, layers)
+    return [_weighted(stage, weights) if isinstance(stage, Stage) else stage for stage in stages]
+
+
+def _weighted(stage: Stage, weights: tuple[float, ...]) -> Stage:
+    """Return a stage with a target of its own for each layer, if it evicts."""
+    if not isinstance(stage, RetrofitStage):
+        return stage
+    branches = {ratio: _weighted(branch, weights) for ratio, branch in stage.branches.items()}
+    return replace(stage, layer_weights=weights, branches=branches)
 
 
 def _build(name: str, options: StageOptions, warmup: int, ratio: float) -> Stage:

@@ -55,8 +55,8 @@ def _require_known_head_size(model: str | Path) -> None:
     taken = a.hidden_size // a.num_attention_heads
     if a.family in _HEAD_SIZE_FROM_HIDDEN and a.kv_channels != taken:
         raise PluginError(
-            f"{model}: heads of {a.kv_channels} channels, for which vLLM takes {taken} (hidden size "
-            f"by heads) in a {a.family} model; serve it with dms-serve"
+            f"{model}: heads of {a.kv_channels} channels, for which vLLM takes {taken}, its hidden "
+            f"size by heads, in a {a.family} model; serve it with dms-serve"
         )
 
 

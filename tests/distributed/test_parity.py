@@ -110,6 +110,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"plan": {"target_cr": 8.0, "loss": "mixed"}},
     "zeroing": {"plan": {"eviction": "none", "channel_scale": 0.5}},
     "packed": {"plan": {"target_cr": 8.0}, "packed": True},
+    # two layers evict more than their targets already
+    "layer_targets": {
+        "plan": {"target_cr": 8.0, "layer_weights": [0.2, 1.1, 0.4, 1.1]},
+        "packed": True,
+    },
 }
 # Default cases of the context-parallel layouts.
 CONTEXT_CASES = [
@@ -125,6 +130,9 @@ CONTEXT_CASES = [
     ("gemma3_text", "dms", "cp2", "packed"),
     ("olmo3", "dms", "cp2_tp2", "packed"),
 ]
+LAYER_TARGET_CASES = [
+    ("llama", "dms", layout, "layer_targets") for layout in ("tp2_pp2_sp", "selective_cp2_pp2_vp2")
+]
 # By default all families, and packed documents, run in these layouts, which between them shard and
 # recompute everything.
 WHOLE_LAYOUTS = ("tp2", "pp2", "recompute_tp2_pp2_sp", "selective_tp2_pp2_vp2_sp")
@@ -138,7 +146,7 @@ def _cases() -> list[tuple[str, str, str, str]]:
     everything = [*itertools.product(FAMILIES, PRESETS, layouts, VARIANTS), *of_experts]
     if os.environ.get("DMS_FULL_MATRIX") == "1":
         return everything
-    chosen = [*of_experts[:1], *CONTEXT_CASES]
+    chosen = [*of_experts[:1], *CONTEXT_CASES, *LAYER_TARGET_CASES]
     for number, layout in enumerate(LAYOUTS):
         for index, family in enumerate(FAMILIES):
             if layout not in WHOLE_LAYOUTS and (index + number) % len(FAMILIES) > 1:
@@ -146,7 +154,7 @@ def _cases() -> list[tuple[str, str, str, str]]:
             preset = PRESETS[(index + number) % len(PRESETS)]
             chosen.append((family, preset, layout, "retrofit"))
         for index, variant in enumerate(list(VARIANTS)[1:]):
-            if variant == "packed" and layout not in WHOLE_LAYOUTS:
+            if variant == "layer_targets" or (variant == "packed" and layout not in WHOLE_LAYOUTS):
                 continue
             family = list(FAMILIES)[(index + number) % len(FAMILIES)]
             preset = PRESETS[(index + 2 * number) % len(PRESETS)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ PLANS: dict[str, Callable[[int], StepPlan]] = {
     "retrofit": lambda n: StepPlan(
         step=n, stage_step=n, channel_scale=0.0, eviction="soft", target_cr=1 + n / 2
     ),
+    "layer_targets": lambda n: replace(PLANS["retrofit"](n), layer_weights=(0.9, 1.1)),
 }
 
 
@@ -65,18 +67,19 @@ def build(
     preset: str,
     dtype: str,
     mode: str,
-    kernels: str = "auto",
     train: str = "all",
+    layers: int = 2,
+    **given: Any,
 ) -> McoreEngine:
     architecture = tiny.architecture(
-        "qwen3", num_layers=2, kv_channels=64, max_position_embeddings=LENGTH
+        "qwen3", num_layers=layers, kv_channels=64, max_position_embeddings=LENGTH
     )
     options = TrainEngineOptions(
         parallel=ParallelOptions(params_dtype=dtype, cuda_graph=mode),
         optim=OptimOptions(lr=1e-3, weight_decay=0.05),
         seed=7,
-        kernels=kernels,
         trainable=Trainable(weights=train),
+        **given,
     )
     spec = PRESETS[preset].override(alpha_offset=1.0)  # decisions on both sides of the threshold
     if spec.window:
@@ -157,6 +160,26 @@ def test_replayed_steps_of_adapters_are_those_of_eager_passes(view: ParallelView
         assert replayed.grad_norm == pytest.approx(eager.grad_norm, rel=10 * bar)
     losses = [step.loss for step in runs[0]]
     assert len(set(losses)) == NOT_FINITE  # other data each
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_the_layers_of_an_offloaded_teacher_arrive_before_they_run(
+    view: ParallelView, mode: str
+) -> None:
+    """The slots of two layers serve five, in passes that are launched and in replayed ones."""
+    runs = []
+    for offloads in (False, True):
+        engine = build(view, "dms", "fp32", mode, layers=5, offloads_teacher=offloads)
+        runs.append(
+            [engine.train_step(PLANS["retrofit"](n), batches(n)) for n in range(NOT_FINITE)]
+        )
+        runs[-1].append(engine.evaluate(PLANS["retrofit"](NOT_FINITE), batches(100)))
+        assert captured(engine) == (mode == "always")
+    teacher = engine._models[0]._teacher[0]
+    for parameter in teacher._model.decoder.layers.parameters():
+        assert parameter.data.is_pinned()
+    for resident, offloaded in zip(*runs, strict=True):
+        assert offloaded.loss == pytest.approx(resident.loss, rel=BARS["fp32"], abs=1e-6)
 
 
 def test_another_computation_gets_a_graph_of_its_own(view: ParallelView) -> None:

@@ -440,6 +440,28 @@ MUTATIONS = [
         DOCUMENTS + "[zeroing]",
     ),
     Mutation(
+        "layers with targets of their own all have that of the mean",
+        ATTENTION,
+        "self.target * $WEIGHTS[$LAYER]",
+        "self.target",
+        PLAIN + "[layer_targets]",
+    ),
+    Mutation(
+        "layers with targets of their own owe that of the mean too",
+        ATTENTION,
+        "-1.0 if self.plan.layer_weights else self.target",
+        "self.target",
+        PLAIN + "[layer_targets]",
+    ),
+    Mutation(
+        "an offloaded layer reads its slot before the copy",
+        "dms_train/mcore/model/offload.py",
+        "slot.copy_($HOST.flat)",
+        "None",
+        "tests/unit/mcore/test_teacher.py::"
+        "test_an_offloaded_teacher_computes_the_same_with_two_layers_at_a_time[None]",
+    ),
+    Mutation(
         "padding counts in the mean decision",
         "dms_train/method/dms/attention.py",
         "$COUNTED * $DOCUMENTS.is_token.t()[..., None]",

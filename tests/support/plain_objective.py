@@ -45,6 +45,7 @@ class _Decided(NamedTuple):
     alpha: Tensor
     live: Tensor
     reads: Tensor
+    layers: tuple[Tensor, ...] = ()  # alpha of each layer of a model
 
 
 def outcome(
@@ -60,7 +61,8 @@ def outcome(
     """Losses and gradients of the global batch that these microbatches make up.
 
     The objective is the mean token loss over all positions that count plus the mean over the
-    samples of the compression hinge, each sample's own (paper section 3.2).
+    samples of the compression hinge, each sample's own (paper section 3.2). With a target for each
+    layer, the hinge is the mean of the layers'.
     """
     weights = {name: w.double().requires_grad_() for name, w in student.items()}
     tokens = torch.cat([batch.tokens for batch in batches])
@@ -80,6 +82,11 @@ def outcome(
     heads = len(architecture.method_layers) * architecture.num_query_groups
     alpha = decided.alpha / (heads * tokens.shape[1])
     short = (1 - 1 / plan.target_cr - alpha).clamp(min=0)
+    if plan.layer_weights:
+        decisions = architecture.num_query_groups * tokens.shape[1]
+        aims = [(1 - 1 / plan.target_cr) * weight for weight in plan.layer_weights]
+        own = [aim - x / decisions for aim, x in zip(aims, decided.layers, strict=True)]
+        short = torch.stack(own).clamp(min=0).mean(0)
     if spec.aux_form == "sum":
         short = short * heads * tokens.shape[1]
     aux_loss = short.mean()
@@ -178,7 +185,8 @@ def forward(
         if sandwich or olmo:
             attended = _rms_norm(attended, own["post_attention_layernorm.weight"], a)
         hidden = hidden + attended
-        total = _Decided(*(x + y for x, y in zip(total, decided, strict=True)))
+        sums = (x + y for x, y in zip(total[:3], decided[:3], strict=True))
+        total = _Decided(*sums, (*total.layers, decided.alpha))
         before_mlp = "pre_feedforward" if sandwich else "post_attention"
         normed = hidden if olmo else _rms_norm(hidden, own[f"{before_mlp}_layernorm.weight"], a)
         gate, up = (normed @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))

@@ -90,6 +90,16 @@ class MethodState:
             else:
                 setattr(self, name, value)
 
+    def target_of(self, layer: int) -> float | Tensor:
+        """Return alpha* of a layer, given its number."""
+        weights = self.plan.layer_weights
+        return self.target * weights[layer] if weights else self.target
+
+    @property
+    def overall_target(self) -> float | Tensor:
+        """alpha* of all layers together; -1, which asks for nothing, if each has its own."""
+        return -1.0 if self.plan.layer_weights else self.target
+
     def computation(self, plan: StepPlan) -> StepPlan:
         """Return the plan without the numbers that passes read from tensors."""
         if not self.fused:
@@ -268,7 +278,7 @@ class MethodSelfAttention(SelfAttention):
         return LayerPass(
             plan=self.method.plan,
             options=self.method.options,
-            target=self.method.target,
+            target=self.method.target_of(self.layer_number - 1),
             documents=self.documents,
             noise=self._noise(),
             rotate=partial(self._rotate, rotary_pos_emb),

@@ -137,8 +137,8 @@ class Teacher(Protocol):
         eviction_stats: Tensor,
         noise_keys: Tensor | None,
         documents: PackedDocuments | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layers of the chunk."""
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the layers of the chunk, in at most as many units as the student."""
         ...
 
     def projection(self, hidden: Tensor) -> vocab_losses.Projection:
@@ -297,24 +297,50 @@ class DMSModel(LanguageModule):
         eviction_stats: Tensor,
         noise_keys: Tensor | None,
         documents: PackedDocuments | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run this chunk's layers (and final norm) and add up the eviction statistics."""
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run this chunk's layers one by one, or in recomputed units, and then the final norm.
+
+        Yields:
+            Hidden states, and the eviction statistics so far, after each of the units.
+        """
         config, count = self.config, len(self.decoder.layers)
         ropes = self._ropes(hidden.shape[0] * sequence_shards(config), documents)
-        recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
-        unit = config.recompute_num_layers if recompute else max(count, 1)
-        fork = config.sequence_parallel
+        in_units = config.recompute_granularity == "full"
+        unit = config.recompute_num_layers if in_units else 1
+        for first in range(0, count, unit):
+            run = self._layers(first, first + unit, documents)
+            arguments = (hidden, eviction_stats, noise_keys, *ropes)
+            if in_units and torch.is_grad_enabled():
+                hidden, eviction_stats = tensor_parallel.checkpoint(run, False, *arguments)
+            else:
+                hidden, eviction_stats = run(*arguments)
+            if first + unit >= count and self.decoder.final_layernorm is not None:
+                hidden = self.decoder.final_layernorm(hidden)
+            yield hidden, eviction_stats
+
+    def _run_models(
+        self,
+        state: StageState,
+        teacher: Teacher | None,
+        noise_keys: Tensor,
+        documents: PackedDocuments | None,
+    ) -> StageState:
+        """Run the layers of student and teacher in turn.
+
+        While the student's layers run, weights of an offloaded teacher arrive.
+        """
+        t_units: Iterator[tuple[Tensor, Tensor]] = iter(())
+        if teacher is not None and state.teacher is not None:
+            nothing = torch.zeros_like(state.eviction_stats)
+            t_units = teacher.run_layers(state.teacher, nothing, None, documents)
+        units = self.run_layers(state.student, state.eviction_stats, noise_keys, documents)
+        fork = self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            for first in range(0, count, unit):
-                run = self._layers(first, first + unit, documents)
-                arguments = (hidden, eviction_stats, noise_keys, *ropes)
-                if recompute:
-                    hidden, eviction_stats = tensor_parallel.checkpoint(run, False, *arguments)
-                else:
-                    hidden, eviction_stats = run(*arguments)
-        if self.decoder.final_layernorm is not None:
-            hidden = self.decoder.final_layernorm(hidden)
-        return hidden, eviction_stats
+            for hidden, eviction_stats in units:
+                with torch.no_grad():
+                    t_hidden, _ = next(t_units, (state.teacher, None))
+                state = StageState(hidden, t_hidden, eviction_stats)
+        return state
 
     def _ropes(self, length: int, documents: PackedDocuments | None) -> list[Tensor]:
         """Return the RoPE tables for `length` positions, in the order of `_layer_ropes`."""
@@ -412,22 +438,14 @@ class DMSModel(LanguageModule):
             while recording.
         """
         teacher = self.teacher
-        state = self._input_state(tokens, teacher)
-        hidden, eviction_stats = self.run_layers(
-            state.student, state.eviction_stats, noise_keys, documents
-        )
-        t_hidden = state.teacher
-        if teacher is not None and t_hidden is not None:
-            with torch.no_grad():
-                nothing = torch.zeros_like(eviction_stats)
-                t_hidden, _ = teacher.run_layers(t_hidden, nothing, None, documents)
+        state = self._run_models(self._input_state(tokens, teacher), teacher, noise_keys, documents)
         if not self.post_process:
-            return pack(StageState(hidden, t_hidden, eviction_stats))
+            return pack(state)
         # backward is the identity: every rank of the group computes the same loss from the sum
         eviction_stats = reduce_from_tensor_model_parallel_region(
-            eviction_stats, group=heads_group(self.pg_collection)
+            state.eviction_stats, group=heads_group(self.pg_collection)
         )
-        return self._loss(hidden, t_hidden, labels, stored), eviction_stats
+        return self._loss(state.student, state.teacher, labels, stored), eviction_stats
 
     def _loss(
         self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor, stored: TopLogits | None

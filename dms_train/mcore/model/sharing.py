@@ -8,6 +8,7 @@ of attention are exchanged for their original tensors.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -76,10 +77,12 @@ class SharedTeacher:
         eviction_stats: Tensor,
         noise_keys: Tensor | None,
         documents: PackedDocuments | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layers as `DMSModel.run_layers`, as the original."""
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the layers as `DMSModel.run_layers`, all at once, as the original."""
         with self._original():
-            return self._model.run_layers(hidden, eviction_stats, noise_keys, documents)
+            units = self._model.run_layers(hidden, eviction_stats, noise_keys, documents)
+            (last,) = deque(units, maxlen=1)
+        yield last
 
     def projection(self, hidden: Tensor) -> Projection:
         """Return the factors of the logits as `DMSModel.projection`."""

@@ -150,10 +150,7 @@ class DMCLayer(MethodLayer):
         """
         options, documents = _options(step.options), step.documents
         if options.prior == "layer":
-            length: int | Tensor = len(alpha) if documents is None else documents.tokens
-            mean = step.sum_ranks(alpha_sum) / (step.heads * length)
-            short = (step.target - mean).clamp(min=0.0)
-            return short * alpha.shape[-1] * length
+            return step.hinge(alpha_sum, alpha.shape[-1], len(alpha))
         if options.consistency:
             mean = step.sum_ranks(alpha.sum(-1, keepdim=True)) / step.heads
             apart = (alpha - mean).abs().sum(-1)

@@ -40,8 +40,8 @@ class DMSLayer(MethodLayer):
         heads, channel = projection.rotated(spec.channel, clear_after_rope=spec.clear_after_rope)
         if self._kernels is None or step.plan.eviction != "soft" or step.recorded:
             return heads, self.decide(channel, step)
-        made = self._kernels.decide(channel, step.options, step.noise, step.documents)
-        return heads, Decided(*made)
+        keep, stats = self._kernels.decide(channel, step.options, step.noise, step.documents)
+        return heads, Decided(keep, self._with_own_loss(stats, channel, step))
 
     def rotate(self, query: Tensor, key: Tensor, step: LayerPass) -> tuple[Tensor, Tensor]:
         """Apply RoPE with the eviction channel multiplied by the plan's factor.
@@ -87,7 +87,18 @@ class DMSLayer(MethodLayer):
         alpha_sum, live, reads = counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s
         stats = torch.stack([alpha_sum, live, reads], dim=-1)  # columns of `EvictionStats`
         by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
+        stats = self._with_own_loss(stats, eviction_channel, step)
         return Decided(by_key, stats, logits.detach(), held)
+
+    def _with_own_loss(self, stats: Tensor, channel: Tensor, step: LayerPass) -> Tensor:
+        """Append the hinge of the layer's own target to the statistics, if the plan has one.
+
+        `channel` is any tensor [s, b, g] of the layer.
+        """
+        if not step.plan.layer_weights:
+            return stats
+        own = step.hinge(stats[:, 0], channel.shape[2], len(channel))
+        return torch.cat([stats, own[:, None]], -1)
 
     def loss(
         self,
@@ -96,8 +107,10 @@ class DMSLayer(MethodLayer):
         target: float | Tensor,
         options: MethodOptions,
     ) -> Tensor:
-        """Compute the compression hinge."""
-        return compression_hinge(stats.alpha, decisions, target, options.aux_form)
+        """Compute the compression hinge of all layers together, and the sum of their own."""
+        own: Tensor = stats.own_loss / decisions
+        own = (own * decisions if options.aux_form == "sum" else own).mean()
+        return compression_hinge(stats.alpha, decisions, target, options.aux_form) + own
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the evictions by deciding token, bool [..., g]."""

@@ -143,6 +143,15 @@ def test_a_plan_for_an_assumed_gpu_says_that_it_does_not_fit(monkeypatch, capsys
     assert "does not fit" not in capsys.readouterr().out
 
 
+def test_ratios_of_layers_and_memory_of_the_host_are_named(monkeypatch, capsys):
+    words = ["stage.retrofit.layer_ratios={0:2,1:3}", "teacher.offload=true"]
+    assert run_plan(monkeypatch, "experiment=demo", *words) == 0
+    shown = capsys.readouterr().out
+    # of 4 layers with 3/4 on the mean, the others evict (3 - 1/2 - 2/3) / 2
+    assert shown.count("CR of layers 0 to 3: 2, 3, 12, 12") == 2
+    assert "of the host: 0.00 pinned by a process for the teacher's layers" in shown
+
+
 def test_stages_shorter_than_five_steps():
     config = configs.config(stage__run=["zero_neuron"], stage__zero_neuron__steps=2)
     rows = describe(config, configs.architecture(), 1).splitlines()[-2:]

@@ -92,6 +92,8 @@ def test_every_block_refuses_an_unknown_key(block):
         ("data__paths", "a", "data.paths='a': expected a list"),
         ("data__paths", ["a", 1], "data.paths[1]=1: expected text"),
         ("data__weights", 1.0, "data.weights=1.0: expected a list"),
+        ("stage__retrofit__layer_ratios", [1], "stage.retrofit.layer_ratios=[1]: expected {0:"),
+        ("stage__retrofit__layer_ratios", {0: "a"}, "stage.retrofit.layer_ratios.0='a': expected"),
         ("optim", 3, "optim=3: expected a block with keys lr,"),
         ("model__architecture", "llama", "model.architecture='llama': expected a block"),
     ],

@@ -58,7 +58,13 @@ def outcome(
     ("family", "preset", "recompute", "plan"),
     [
         ("llama", "dms", None, {"eviction": "soft", "channel_scale": 0.0}),
-        ("llama", "dms_nvidia", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
+        (
+            *("llama", "dms_nvidia", "full"),
+            {
+                **{"eviction": "soft", "channel_scale": 0.0, "packed": True},
+                "layer_weights": (0.2, 1.1),
+            },
+        ),
         ("qwen3", "dms", None, {"eviction": "none", "channel_scale": 0.3, "packed": True}),
         ("qwen2", "dms_nvidia", "selective", {"eviction": "soft", "channel_scale": 0.0}),
         ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "channel_scale": 0.0}),
@@ -128,8 +134,8 @@ def test_a_pass_without_gradients_records_nothing(
     model.decoder.final_layernorm = None  # it would return a tensor without a graph
     with torch.no_grad():
         hidden = torch.randn(8, 2, model.config.hidden_size)
-        hidden, _ = model.run_layers(hidden, torch.zeros(2, EVICTION_STATS), None)
-    assert not hidden.requires_grad
+        units = model.run_layers(hidden, torch.zeros(2, EVICTION_STATS), None)
+        assert not any(output.requires_grad for output, _ in units)
 
 
 def test_the_norm_of_many_gradients_is_megatrons() -> None:

@@ -36,6 +36,13 @@ CASES: dict[str, Case] = {
     "cr8_step0": ("llama", {}, {"step": 0, "target_cr": 8.0}),
     "cr8_step3": ("llama", {}, {"step": 3, "target_cr": 8.0}),
     "cr8_step100000": ("llama", {}, {"step": 100_000, "target_cr": 8.0}),
+    # the first layer evicts more than its target already, and the second less
+    "layer_targets": ("llama", {}, {"step": 3, "target_cr": 8.0, "layer_weights": (0.2, 1.1)}),
+    "layer_targets_sum": (
+        "qwen3",
+        {"aux_form": "sum", "alpha_in_loss": "hard_st"},
+        {"step": 4, "target_cr": 8.0, "layer_weights": (1.1, 0.3)},
+    ),
     "reverse_kl": (
         "llama",
         {},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,32 @@ from dms_train.method import schedule
 )
 def test_ratio_grows_by_one_in_a_hundred_steps_up_to_four(step: int, ratio: float) -> None:
     assert schedule.compression_ratio(step, 100, 4.0) == pytest.approx(ratio, abs=1e-12)
+
+
+def test_layers_without_a_ratio_share_what_the_others_leave_of_the_mean() -> None:
+    """Four layers evict half on the mean: nothing, 3/4, and two times what is left of 2."""
+    weights = schedule.layer_weights({0: 1.0, 3: 4.0}, 2.0, [0, 1, 3, 4])
+    # the method does not act on layer 2
+    assert [0.5 * weight for weight in weights] == pytest.approx([0.0, 0.625, 0.0, 0.75, 0.625])
+    whole = schedule.layer_weights({0: 3.0, 1: 1.5}, 2.0, [0, 1])
+    assert [0.5 * weight for weight in whole] == pytest.approx([2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "target", "line"),
+    [
+        ({0: 1.0, 1: 1.0}, 2.0, "the other 1 layer(s) would have to evict 150% of their tokens"),
+        ({0: 100.0, 1: 100.0}, 2.0, "the other 1 layer(s) would have to evict -48% of"),
+        ({0: 2.0, 1: 2.0, 2: 4.0}, 2.0, "all layers together have CR 2.4; set target_cr to it"),
+        ({0: 1.0}, 1.0, "nothing is evicted at a target_cr of 1; raise it"),
+        ({7: 2.0}, 2.0, "the method does not act on layer 7; leave it out"),
+    ],
+)
+def test_ratios_that_give_no_such_mean_are_refused(
+    ratios: dict[int, float], target: float, line: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        schedule.layer_weights(ratios, target, [0, 1, 2])
 
 
 def test_from_one_to_four_takes_three_hundred_steps() -> None:

@@ -10,6 +10,7 @@ import pytest
 from dms_train.config.build import ConfigError
 from dms_train.families import FAMILIES, LayerAttention
 from dms_train.hf.architecture import Experts
+from dms_train.method.spec import PRESETS
 from dms_train.planning import divide
 from dms_train.planning.check import check
 from tests.support import configs
@@ -25,6 +26,8 @@ SELECTIVE = {"parallel__recompute_granularity": "selective"}
 MODULES = "parallel__recompute_modules"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
+RETROFIT = {"target_cr": 4, "steps_per_cr": 10}
+DMC = dataclasses.asdict(PRESETS["dmc"])
 STORES = {"stage__run": ["teacher_logits"], "stage__teacher_logits": {"samples": 16}}
 GRAPH = {"parallel__cuda_graph": "always"}
 TASKS = {"stage__run_tasks": {"tasks": ["exam_sheets"]}}
@@ -210,6 +213,37 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
         ),
         ({**STORES, "run__load": "x"}, "run.load=x: teacher_logits runs the original"),
         ({**STORES, "teacher__logits": "x"}, "teacher.logits=x: no stage to run distils"),
+        (
+            {"stage__retrofit": {**RETROFIT, "layer_ratios": {9: 2}}},
+            "stage.retrofit.layer_ratios: the method does not act on layer 9",
+        ),
+        (
+            {
+                "stage__retrofit": {**RETROFIT, "layer_ratios": {0: 2}},
+                "stage__run": ["zero_neuron"],
+            },
+            "stage.retrofit.layer_ratios: the stage retrofit reads it; add that to stage.run",
+        ),
+        (
+            {"stage__retrofit": {**RETROFIT, "layer_ratios": {0: 1}}},
+            "the other 3 layer(s) would have to evict 100% of their tokens to reach target_cr",
+        ),
+        (
+            {"stage__retrofit": {**RETROFIT, "layer_ratios": {0: 0.5}}},
+            "stage.retrofit.layer_ratios.0=0.5: use a number of at least 1",
+        ),
+        (
+            {"stage__retrofit": {**RETROFIT, "layer_ratios": {0: 2}}, "method": DMC},
+            "stage.retrofit.layer_ratios: method=dmc has one target for all layers",
+        ),
+        (
+            {"teacher__offload": True, "teacher__logits": "x"},
+            "teacher.offload=true: no teacher runs beside the student",
+        ),
+        (
+            {"teacher__offload": True, "method__train": "lora"},
+            "teacher.offload=true: with method.train=lora the teacher shares",
+        ),
         (
             {**STORES, "stage__teacher_logits": {"samples": 12}},
             "stage.teacher_logits.samples=12: use a multiple of data.global_batch_size=8",

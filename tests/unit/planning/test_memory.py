@@ -6,6 +6,8 @@ import pytest
 
 from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Experts
+from dms_train.planning import memory as planned
+from dms_train.planning.activations import padded_vocab
 from dms_train.planning.gpus import GPUS, calibration
 from dms_train.planning.memory import (
     active_parameter_count,
@@ -13,6 +15,7 @@ from dms_train.planning.memory import (
     estimate,
     estimate_stages,
     parameter_count,
+    stages_of,
 )
 from tests.support import configs
 
@@ -60,6 +63,25 @@ def test_a_stored_teacher_costs_the_distributions_of_a_step():
     assert without.teacher == 8 * 64 * (10 * (4 + 2) + 4)
     assert with_teacher.teacher == with_teacher.weights
     assert without.workspace <= with_teacher.workspace
+
+
+def test_an_offloaded_teacher_leaves_its_tables_and_two_layers_on_the_gpu():
+    resident, offloaded = configs.config(), configs.config(teacher__offload=True)
+    a = configs.architecture()
+    before, after = (estimate(config, a, 1) for config in (resident, offloaded))
+    tables = padded_vocab(a) * a.hidden_size * (2 - a.tie_word_embeddings)
+    layers = parameter_count(a) - a.vocab_size * a.hidden_size * (2 - a.tie_word_embeddings)
+    (stage,) = stages_of(offloaded, a, 1)
+    assert stage.host_bytes == 4 * (layers - a.hidden_size)
+    assert after.teacher == 4 * (tables + a.hidden_size)
+    assert before.teacher - after.teacher == stage.host_bytes
+    # only the moment in which a layer of the teacher runs holds the two
+    slots = 2 * stage.host_bytes // a.num_layers
+    layer, head = planned._forward(stage, 0, has_head=True)
+    (plain,) = stages_of(resident, a, 1)
+    layer_before, head_before = planned._forward(plain, 0, has_head=True)
+    assert layer.workspace - layer_before.workspace == slots
+    assert head == head_before
 
 
 def test_storing_a_teacher_takes_its_weights_and_no_state_of_a_training():

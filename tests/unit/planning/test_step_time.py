@@ -53,6 +53,21 @@ def test_products_are_three_forward_passes_and_the_teachers():
         assert work.attention_flops == pytest.approx((passes + 0.5) * tokens * attention)
 
 
+def test_an_offloaded_teacher_costs_what_two_forward_passes_do_not_hide():
+    """Every micro-batch copies the layers: 32 of 202 million weights of two bytes."""
+    (plain,), (stage,) = stages(), stages(teacher__offload=True)
+    copied = stage.microbatches * 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    assert work_of(stage).offload.host_bytes == copied
+    gpu, c = GPUS["h100"], calibration()
+    resident = step_time([plain], gpu, c)
+    assert step_time([stage], gpu._replace(host_gbs=1e6), c) == resident
+    attention = 4 * A.num_layers * 4096 * 4097 / 2 / (989e12 * c.attention_efficiency)
+    matmul = 2 * A.num_layers * (4 * 4096**2 + 3 * 4096 * 11008) / (989e12 * c.matmul_efficiency)
+    hidden = 2 * 64 * 4096 * (matmul + attention)
+    exposed = step_time([stage], gpu, c).communication - resident.communication
+    assert exposed == pytest.approx(copied / 50e9 - hidden)
+
+
 def test_layers_with_a_window_attend_to_the_keys_in_it():
     layers = [LayerAttention(rotary_base=10000.0, window=w) for w in (None, 1) * 16]
     (stage,) = stages_of(configs.config(**SIZE, **BF16), replace(A, layers=tuple(layers)), 1)

@@ -75,7 +75,7 @@ def test_the_samples_of_a_skipped_step_are_recorded(tmp_path: Path) -> None:
     assert file.name == "step_00000008.json"
     assert described["step"] == 8
     assert described["samples"] == list(range(7 * BATCH, 8 * BATCH))
-    assert StepPlan(**described["plan"]) == fakes.plans[7]
+    assert StepPlan.from_dict(described["plan"]) == fakes.plans[7]
     assert described["loss"] == "nan"
 
 

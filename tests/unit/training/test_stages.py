@@ -1,12 +1,14 @@
-"""Each stage has the learning rate of its own block."""
+"""Each stage has the learning rate of its own block, and its plans the targets of layers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
+from dms_train.method.plan import StepPlan
 from dms_train.training.options import (
     ExportOptions,
     HoldOptions,
@@ -42,6 +44,20 @@ def test_a_learning_rate_of_its_own_holds_for_that_stage_alone(name: str) -> Non
         stage: OWN if stage == name else COMMON for stage in OPTIONS.run
     }
     assert found[name].min_lr == pytest.approx(OWN * LOWEST[name])
+
+
+def test_layers_keep_their_proportions_in_every_stage_that_evicts() -> None:
+    retrofit = replace(OPTIONS.retrofit, layer_ratios={1: 8.0})
+    hold = replace(OPTIONS.hold, branch_ratios=(2,))
+    stages = build_stages(replace(OPTIONS, retrofit=retrofit, hold=hold), 0, layers=[0, 1])
+    built = {stage.name: stage for stage in stages if isinstance(stage, Stage)}
+    # the shares 5/8 and 7/8 of a mean of 3/4
+    expected = pytest.approx((5 / 6, 7 / 6))
+    evicting = [built["retrofit"], built["hold"], built["retrofit"].branches[2]]
+    assert all(stage.plan(0, 0).layer_weights == expected for stage in evicting)
+    assert built["zero_neuron"].plan(0, 0).layer_weights == ()
+    plan = built["hold"].plan(3, 2)  # as a skipped step stores it
+    assert StepPlan.from_dict(json.loads(json.dumps(asdict(plan)))) == plan
 
 
 def test_immediate_annealing_takes_the_same_steps_at_the_final_ratio() -> None:

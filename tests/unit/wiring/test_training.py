@@ -19,6 +19,7 @@ from dms_train.hf.formats import read_format
 from dms_train.mcore import compat
 from dms_train.mcore.errors import CheckpointError
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.offload import OffloadedTeacher
 from dms_train.mcore.model.sharing import SharedTeacher
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.method.dmc.attention import DMCLayer
@@ -115,6 +116,13 @@ SCALED = {"model.architecture.rope_scaling": {**SCALING, "high_freq_factor": 3.0
 
 EVERY_STEP = {"run.save_interval": 1, "stage.hold.steps": 6}
 PRETRAIN = {"stage.run": ["pretrain"], "stage.pretrain.steps": 3}
+
+
+def weights_at_half(built: Built) -> object:
+    """Weights of layers if the first evicts 1/2 and all together 2/3."""
+    others = built.engine.architecture.num_layers - 1
+    return pytest.approx([3 / 4, *[1 + 1 / 4 / others] * others])
+
 
 WIRES: dict[str, Wire] = {
     "model.path": Wire(loaded, embedding, other_embedding),
@@ -278,6 +286,9 @@ WIRES: dict[str, Wire] = {
     "stage.retrofit.max_kl": Wire(
         0.8, lambda b: next(s.max_kl for s in b.prepared.stages if s.name == "retrofit")
     ),
+    "stage.retrofit.layer_ratios": Wire(
+        {0: 2.0}, lambda b: plans("retrofit")(b)[0].layer_weights, weights_at_half
+    ),
     "stage.retrofit.loss": Wire("lm", losses("retrofit"), {"lm"}),
     "stage.retrofit.lr": Wire(3e-3, max_lr("retrofit")),
     "stage.hold.steps": Wire(4, lambda b: len(plans("hold")(b))),
@@ -408,6 +419,9 @@ WIRES: dict[str, Wire] = {
     "run.dir": Wire(
         lambda assets: str(assets.model.parent / "elsewhere"),
         lambda b: str(b.components.saver.folder.parent),
+    ),
+    "teacher.offload": Wire(
+        True, lambda b: isinstance(b.engine._models[0]._teacher[0], OffloadedTeacher)
     ),
     "kernels": Wire("reference", lambda b: b.engine._attend.__module__.rpartition(".")[2]),
 }
