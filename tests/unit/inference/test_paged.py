@@ -142,6 +142,7 @@ CHUNKS_PASS, ONE_PASS = "chunk after chunk", "one pass"
         ("gemma3_text", "auto", "dms", CHUNKS_PASS),
         ("gemma3_text", "auto", "dms", ONE_PASS),
         ("olmo3", "auto", "dms", CHUNKS_PASS),
+        ("gpt_oss", "auto", "dms", ONE_PASS),
     ],
     indirect=["prompts_pass"],
 )
