@@ -25,6 +25,7 @@ from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
 from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
+from dms_train.planning.stored_teacher import stored_tokens
 from dms_train.training.loop import TrainerComponents
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
@@ -106,7 +107,7 @@ def _teacher_pass(
         },
         made_with=record(config, prepared.architecture, contents),
         folder=prepared.folder,
-        top_k=config.stage.teacher_logits.top_k,
+        top_k=stored_tokens(config, prepared.architecture.vocab_size),
         view=engine.view,
     )
 

@@ -19,6 +19,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def processes_per_host() -> int | None:
+    """Return the number of processes that torchrun started on this host; None without it."""
+    count = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if count is None else int(count)
+
+
 def attempt() -> str | None:
     """Return the number of this start of the run; None without the launch scripts."""
     return os.environ.get("DMS_ATTEMPT")

@@ -20,7 +20,7 @@ from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS
 from dms_train.planning.memory import active_parameter_count, parameter_count
 from dms_train.planning.run_size import taken_branches
-from dms_train.planning.stored_teacher import stored_bytes, token_bytes
+from dms_train.planning.stored_teacher import stored_bytes, stored_tokens, token_bytes
 from dms_train.training.stages import Action, Stage, build_stages
 
 _SHOWN_STEPS = 5
@@ -41,7 +41,7 @@ def describe(
         *run_lines(config, architecture, world_size, loaded_cr),
         f"folder  {config.run.dir}",
         "",
-        *_stages(config, architecture.method_layers, loaded_cr),
+        *_stages(config, architecture, loaded_cr),
     ]
     return "\n".join(lines)
 
@@ -142,17 +142,18 @@ def _recompute(parallel: ParallelOptions) -> str:
     return f", recompute {' '.join((parallel.recompute_granularity, *modules))}"
 
 
-def _stages(config: RunConfig, layers: list[int], loaded_cr: float) -> Iterator[str]:
-    stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr, layers)
+def _stages(config: RunConfig, a: Architecture, loaded_cr: float) -> Iterator[str]:
+    warmup = config.optim.lr_warmup_steps
+    stages = build_stages(config.stage, warmup, loaded_cr, a.method_layers)
     first_step = 0
     for name, stage in zip(config.stage.run, stages, strict=True):
         if not isinstance(stage, Stage):
-            yield f"stage {name}: {_action(config, stage)}"
+            yield f"stage {name}: {_action(config, stage, a.vocab_size)}"
             continue
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
         yield f"      step channel  decision  CR target  {config.method.verb}"
         yield from (_row(stage, first_step, index) for index in _spread(stage.steps))
-        yield from _layer_ratios(stage.plan(0, max(0, stage.steps - 1)), layers)
+        yield from _layer_ratios(stage.plan(0, max(0, stage.steps - 1)), a.method_layers)
         yield from _branches(stage)
         first_step += stage.steps
 
@@ -173,15 +174,13 @@ def _branches(stage: Stage) -> Iterator[str]:
         yield f"      branch at CR {ratio}: {steps} steps, then the export cr{ratio}"
 
 
-def _action(config: RunConfig, action: Action) -> str:
+def _action(config: RunConfig, action: Action, vocab_size: int) -> str:
     if action == "export":
         return f"format {config.stage.export.format}"
     if action == "teacher_logits":
-        stored, size = config.stage.teacher_logits, stored_bytes(config)
-        return (
-            f"{stored.samples} samples, {stored.top_k} tokens of a position in "
-            f"{token_bytes(stored.top_k)} bytes; {size / _GIB:,.2f} GiB in all"
-        )
+        samples, k = config.stage.teacher_logits.samples, stored_tokens(config, vocab_size)
+        size = f"{stored_bytes(config, vocab_size) / _GIB:,.2f} GiB in all"
+        return f"{samples} samples, {k} tokens of a position in {token_bytes(k)} bytes; {size}"
     if action == "run_tasks":
         return f"tasks {', '.join(config.stage.run_tasks.tasks)}"
     options = config.stage.validate_export

@@ -39,7 +39,7 @@ def layout_lines(config: RunConfig, architecture: Architecture, world_size: int)
         yield f"{number + 1:>11}  {ranks:>8}  " + "  ".join(
             f"{size / _GIB:>11.2f}" for size in sizes
         )
-    yield f"        in all: with the allocator's fragmentation and {_of_gpu(layout, gpu)}"
+    yield f"        in all: with the allocator's fragmentation and {_of_gpu(config, layout)}"
     if config.teacher.offload:
         host = max(stage.pinned_bytes for stage in stages_of(config, architecture, world_size))
         yield f"        of the host: {host / _GIB:.2f} pinned by a process for the teacher's layers"
@@ -48,9 +48,12 @@ def layout_lines(config: RunConfig, architecture: Architecture, world_size: int)
     yield f"time    {layout.time.total:.3g} s a step on {gpu.label}: {shares}"
 
 
-def _of_gpu(layout: Layout, gpu: Gpu) -> str:
-    share = layout.needed(calibration()) / gpu.memory
-    return f"CUDA's own; {share:.0%} of a {gpu.label} ({gpu.memory_gib:.1f} GiB)"
+def _of_gpu(config: RunConfig, layout: Layout) -> str:
+    gpu, needed = _chosen(config), layout.needed(calibration())
+    share = f"{needed / gpu.memory:.0%} of a {gpu.label} ({gpu.memory_gib:.1f} GiB)"
+    fits = "" if needed <= gpu.memory else ", so it does not fit"
+    assumed = "" if config.cluster.gpu else "; this GPU is assumed, name another one with --gpu"
+    return f"CUDA's own; {share}{fits}{assumed}"
 
 
 def _operations(
@@ -79,7 +82,7 @@ def _student_words(config: RunConfig) -> str:
 def run_lines(
     config: RunConfig, architecture: Architecture, world_size: int, loaded_cr: float
 ) -> Iterator[str]:
-    """Return duration and disk space of the whole run, and a layout that is faster."""
+    """Return duration and disk space of the whole run, and a layout that is faster or fits."""
     gpu, size = _chosen(config), run_size(config, architecture, loaded_cr)
     layout = layouts.planned(config, architecture, world_size, gpu)
     hours = size.steps * layout.time.total / _HOUR
@@ -94,7 +97,9 @@ def run_lines(
         f"{size.export_bytes / _GIB:,.1f} GiB"
     )
     fastest = next(iter(layouts.search(config, architecture, world_size, gpu)), None)
-    if fastest is not None and fastest.time.total <= (1 - _WORTH_CHANGING) * layout.time.total:
+    fits = layout.needed(calibration()) <= gpu.memory  # as all that the search returns
+    limit = (1 - _WORTH_CHANGING) * layout.time.total
+    if fastest is not None and (not fits or fastest.time.total <= limit):
         yield (
             f"hint    {fastest.time.total:.3g} s a step with {' '.join(fastest.words(config))}; "
             "--list-layouts shows more"

@@ -53,7 +53,12 @@ def prepare(config: RunConfig) -> Prepared:
     """
     since = time.monotonic()
     original = find_start(config)
-    check(config, world_size=launcher.world_size(), architecture=original.architecture)
+    check(
+        config,
+        world_size=launcher.world_size(),
+        architecture=original.architecture,
+        processes_per_host=launcher.processes_per_host(),
+    )
     rope_arguments(
         original.architecture.rope_scaling
     )  # refuses RoPE scaling that megatron-core lacks

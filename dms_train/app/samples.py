@@ -7,8 +7,13 @@ import math
 import torch
 
 from dms_train.app.preparation import Prepared
-from dms_train.app.teacher_logits import TRAIN, VALID, stored_counts, stored_teacher
-from dms_train.config.build import ConfigError
+from dms_train.app.teacher_logits import (
+    TRAIN,
+    VALID,
+    samples_of_a_pass,
+    stored_counts,
+    stored_teacher,
+)
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import Batch, BatchSource
 from dms_train.data.manifest import read_manifest
@@ -52,27 +57,13 @@ def _training_samples(prepared: Prepared) -> int:
 
 def _eval_samples(config: RunConfig, view: ParallelView) -> int:
     """Round `run.eval_samples` up to whole passes of all ranks."""
-    unit = _samples_of_a_pass(config, view)
+    unit = samples_of_a_pass(config, view.dp_size)
     return -(-config.run.eval_samples // unit) * unit
 
 
-def _samples_of_a_pass(config: RunConfig, view: ParallelView) -> int:
-    return config.data.micro_batch_size * view.dp_size * (view.pp_size if view.vp_size else 1)
-
-
 def evaluation_source(config: RunConfig, view: ParallelView, samples: TokenSamples) -> BatchSource:
-    """Return this rank's part of an evaluation, which takes as many samples as whole passes can.
-
-    Raises:
-        ConfigError: A stored teacher has fewer samples than one pass of all ranks takes.
-    """
-    unit = _samples_of_a_pass(config, view)
-    if len(samples) < unit:
-        raise ConfigError(
-            f"teacher.logits={config.teacher.logits}: stores {len(samples)} validation samples, "
-            f"and one pass of all ranks takes {unit}; store them with run.eval_samples={unit}, or "
-            "lower data.micro_batch_size"
-        )
+    """Return this rank's part of an evaluation, which takes as many samples as whole passes can."""
+    unit = samples_of_a_pass(config, view.dp_size)
     return batch_source(config, view, samples, len(samples) - len(samples) % unit)
 
 

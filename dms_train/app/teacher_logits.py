@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dms_train.app import launcher
 from dms_train.app.inputs import DATA, MODEL, data_hashes
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
@@ -109,6 +110,21 @@ def check(
             f"{where}: holds {counts[TRAIN]} samples and this run takes {needed}; store more with "
             f"stage.teacher_logits.samples={needed}, or take fewer steps"
         )
+    one_pass = samples_of_a_pass(config, launcher.world_size() // config.parallel.ranks_per_copy)
+    if 0 < counts[VALID] < one_pass:
+        raise ConfigError(
+            f"{where}: stores {counts[VALID]} validation samples, and one pass of all ranks takes "
+            f"{one_pass}; store them with run.eval_samples={one_pass}, or lower "
+            "data.micro_batch_size"
+        )
+
+
+def samples_of_a_pass(config: RunConfig, copies: int) -> int:
+    """Return the samples of the shortest evaluation by `copies` data-parallel ranks."""
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    microbatches = stages if parallel.virtual_pipeline_model_parallel_size else 1
+    return config.data.micro_batch_size * copies * microbatches
 
 
 def _difference(key: str, made: Any, now: Any) -> str:
@@ -184,6 +200,7 @@ class TeacherPass:
         starts, problem = groups.of_rank_0(self._begin)
         if problem is not None:
             raise ConfigError(problem)
+        log.logger().info("teacher_logits: stores %d tokens of each position", self.top_k)
         for count, (split, first) in enumerate(starts):
             if count % max(len(starts) // _LOG_LINES, 1) == 0:
                 log.logger().info("teacher_logits: batch %d of %d", count + 1, len(starts))

@@ -77,7 +77,7 @@ def shipped_code(family: str, method: str) -> dict[str, str]:
     }
     if not copied:
         return {}
-    has_experts = FAMILIES[family].has_experts
+    converts = FAMILIES[family].has_experts and not FAMILIES[family].stacked_experts
     names = {
         "family": family,
         "classes": FAMILIES[family].classes,
@@ -85,7 +85,7 @@ def shipped_code(family: str, method: str) -> dict[str, str]:
         "modeling": FAMILIES[family].modeling,
         "method": method,
         "METHOD": method.upper(),
-        "expert_files": _EXPERT_FILES.format(family=family, method=method) if has_experts else "",
+        "expert_files": _EXPERT_FILES.format(family=family, method=method) if converts else "",
         "imports": "\n".join(f"from .{Path(name).stem} import *  # noqa: F403" for name in copied),
     }
     return {

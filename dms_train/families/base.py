@@ -11,8 +11,8 @@ Layout = Literal["plain", "qkv", "gated"]
 # Activation of a gated MLP, with the name that transformers uses in config.json.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 # A dimension of a tensor: `hidden`, `ffn`, `head` (one head), `query` (all query heads), `key` (all
-# KV heads), `experts` (number of them), `expert_ffn`.
-Dimension = Literal["hidden", "ffn", "head", "query", "key", "experts", "expert_ffn"]
+# KV heads), `heads` (number of query heads), `experts` (number of them), `expert_ffn`.
+Dimension = Literal["hidden", "ffn", "head", "query", "key", "heads", "experts", "expert_ffn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,23 @@ class LayerKeys(NamedTuple):
     has_local_base: bool = False
 
 
+class ExpertKeys(NamedTuple):
+    """Keys of config.json that describe a mixture of experts in every layer.
+
+    Attributes:
+        number: Key of the number of experts. `num_local_experts` is read too.
+        width: Key of the width of an expert.
+        normalize: Key that says whether the weights of a token's experts are divided by their sum;
+            None if they always are.
+        topk: `num_experts_per_tok` if config.json lacks the key.
+    """
+
+    number: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    normalize: str | None = "norm_topk_prob"
+    topk: int = 8
+
+
 class Refusal(NamedTuple):
     """Key of config.json with an unsupported value.
 
@@ -78,6 +95,9 @@ class Refusal(NamedTuple):
     fix: str
 
 
+GATE_ALPHA, GATE_LIMIT = 1.702, 7.0
+"""Constants of a clamped gate, (up + 1) gate sigmoid(alpha gate), with the gate at most the limit
+and up within the limit of 0."""
 LOCAL_EXPERTS = "mlp.experts.local_experts"
 """Name of the experts in a layer of Megatron."""
 _QKV = tuple(f"self_attn.{c}_proj" for c in "qkv")
@@ -101,6 +121,12 @@ _SANDWICH_NORMS = (
     _POST_NORMS[1],
 )
 _ROUTER = (ParameterMap("mlp.router.weight", ("mlp.gate.weight",)),)
+_LINEAR_BIAS = (
+    ParameterMap("mlp.router.bias", ("mlp.gate.bias",)),
+    ParameterMap("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",)),
+)
+# megatron-core's own attention has the parameter under this name
+_SINKS = (ParameterMap("self_attention.core_attention.softmax_offset", ("self_attn.sinks",)),)
 _QKV_BIAS = (
     ParameterMap("self_attention.linear_qkv.bias", tuple(f"{n}.bias" for n in _QKV), "qkv"),
 )
@@ -130,22 +156,31 @@ _JOINT_QK_NORM_TENSORS: dict[str, tuple[Dimension, ...]] = {
 }
 
 
-def _mlp(megatron: str, hf: str) -> tuple[ParameterMap, ...]:
+def _mlp(megatron: str, hf: str, *, bias: bool = False) -> tuple[ParameterMap, ...]:
     """Map a gated MLP whose names have these prefixes."""
-    gate_and_up = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
-    return (
-        ParameterMap(f"{megatron}.linear_fc1.weight", gate_and_up, "gated"),
-        ParameterMap(f"{megatron}.linear_fc2.weight", (f"{hf}.down_proj.weight",)),
-    )
+    maps: tuple[ParameterMap, ...] = ()
+    for kind in ("weight", "bias") if bias else ("weight",):
+        gate_and_up = (f"{hf}.gate_proj.{kind}", f"{hf}.up_proj.{kind}")
+        maps += (
+            ParameterMap(f"{megatron}.linear_fc1.{kind}", gate_and_up, "gated"),
+            ParameterMap(f"{megatron}.linear_fc2.{kind}", (f"{hf}.down_proj.{kind}",)),
+        )
+    return maps
 
 
-def _mlp_tensors(hf: str, width: Dimension) -> dict[str, tuple[Dimension, ...]]:
+def _mlp_tensors(
+    hf: str, width: Dimension, *, bias: bool = False
+) -> dict[str, tuple[Dimension, ...]]:
     """Return the tensors of a gated MLP of this width."""
-    return {
+    tensors: dict[str, tuple[Dimension, ...]] = {
         f"{hf}.gate_proj.weight": (width, "hidden"),
         f"{hf}.up_proj.weight": (width, "hidden"),
         f"{hf}.down_proj.weight": ("hidden", width),
     }
+    if bias:
+        rows = {name.replace("weight", "bias"): sizes[:1] for name, sizes in tensors.items()}
+        tensors |= rows
+    return tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,7 +195,15 @@ class ModelFamily:
         qkv_bias: Whether the q, k and v projections have a bias.
         qk_norm: Whether q and k are normalised before RoPE.
         joint_qk_norm: Whether this norm is over all heads together, not per head.
-        has_experts: Whether every layer has a mixture of experts in place of its MLP.
+        linear_bias: Whether the output projection of attention, the router and the experts have a
+            bias; only in families with experts.
+        sinks: Whether every query head has a learned logit in the denominator of its softmax.
+        expert_keys: Keys of the mixture of experts that every layer has in place of its MLP; None
+            in a family of MLPs.
+        stacked_experts: Whether the files hold the experts of a layer in one tensor, [experts,
+            inputs, outputs], in which columns of gate and up projection alternate. The experts may
+            be quantised to MXFP4.
+        clamped_gate: Whether experts compute what `GATE_ALPHA` describes.
         activation: Activation of the MLP.
         activation_key: Key of the activation in config.json.
         sandwich_norms: Whether attention and MLP normalise their updates of the residual stream
@@ -199,7 +242,11 @@ class ModelFamily:
     qkv_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
-    has_experts: bool = False
+    linear_bias: bool = False
+    sinks: bool = False
+    expert_keys: ExpertKeys | None = None
+    stacked_experts: bool = False
+    clamped_gate: bool = False
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
     sandwich_norms: bool = False
@@ -221,6 +268,11 @@ class ModelFamily:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], Refusal | None] | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        """True if every layer has a mixture of experts in place of its MLP."""
+        return self.expert_keys is not None
 
     @property
     def causal_lm(self) -> str:
@@ -246,9 +298,12 @@ class ModelFamily:
         """
         mlp = _mlp("mlp", "mlp") if not experts else _ROUTER
         for number in range(experts):
-            mlp += _mlp(f"{LOCAL_EXPERTS}.{number}", f"mlp.experts.{number}")
-        bias = _QKV_BIAS if self.qkv_bias else ()
-        return _LAYER + self._norms + mlp + bias + (_QK_NORM if self.qk_norm else ())
+            names = f"{LOCAL_EXPERTS}.{number}", f"mlp.experts.{number}"
+            mlp += _mlp(*names, bias=self.linear_bias)
+        parameters = _LAYER + self._norms + mlp + (_QKV_BIAS if self.qkv_bias else ())
+        parameters += _LINEAR_BIAS if self.linear_bias else ()
+        parameters += _SINKS if self.sinks else ()
+        return parameters + (_QK_NORM if self.qk_norm else ())
 
     @property
     def _norms(self) -> tuple[ParameterMap, ...]:
@@ -267,8 +322,12 @@ class ModelFamily:
         """
         mlp = _mlp_tensors("mlp", "ffn") if not experts else dict(_ROUTER_TENSORS)
         for number in range(experts):
-            mlp |= _mlp_tensors(f"mlp.experts.{number}", "expert_ffn")
-        bias = _QKV_BIAS_TENSORS if self.qkv_bias else {}
+            mlp |= _mlp_tensors(f"mlp.experts.{number}", "expert_ffn", bias=self.linear_bias)
+        bias = dict(_QKV_BIAS_TENSORS) if self.qkv_bias else {}
+        if self.linear_bias:
+            bias |= {"self_attn.o_proj.bias": ("hidden",), "mlp.gate.bias": ("experts",)}
+        if self.sinks:
+            bias |= {"self_attn.sinks": ("heads",)}
         norms: dict[str, tuple[Dimension, ...]] = {
             name: ("hidden",) for entry in self._norms for name in entry.hf
         }

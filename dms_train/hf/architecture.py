@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, NamedTuple
 
 from dms_train.families import FAMILIES, LayerAttention, ModelFamily
-from dms_train.families.base import FULL, SLIDING
+from dms_train.families.base import FULL, SLIDING, ExpertKeys
 from dms_train.hf.errors import HFError
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
@@ -30,6 +30,7 @@ class RopeScaling:
         beta_fast: Turns within the original length above which `yarn` keeps a frequency.
         beta_slow: Turns below which `yarn` divides a frequency.
         attention_factor: Factor on rotated queries and keys, of `yarn`.
+        truncate: Whether `yarn` rounds the numbers of the pairs between which it mixes frequencies.
         rope_type: Name of the rule in transformers, `llama3`, `yarn` or `linear`.
     """
 
@@ -40,6 +41,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    truncate: bool = True
     rope_type: Annotated[str, OneOf("llama3", "yarn", "linear")] = "llama3"
 
 
@@ -225,6 +227,19 @@ class Architecture:
             )
         if experts is not None and experts.ffn_hidden_size <= 0:
             yield f"{path}.experts.ffn_hidden_size={experts.ffn_hidden_size}: use a number above 0"
+        keys = FAMILIES[self.family].expert_keys
+        if experts is None or keys is None:
+            return
+        if keys.width == "intermediate_size" and experts.ffn_hidden_size != self.ffn_hidden_size:
+            yield (
+                f"{path}.experts.ffn_hidden_size={experts.ffn_hidden_size}: use "
+                f"ffn_hidden_size={self.ffn_hidden_size}, which {self.family} models state once"
+            )
+        if keys.normalize is None and not experts.normalize:
+            yield (
+                f"{path}.experts.normalize=false: {self.family} models always normalise; set it to "
+                "true"
+            )
 
     def _check_layers(self, path: str) -> Iterator[str]:
         if not self.layers:
@@ -303,20 +318,27 @@ def family_of(config: Mapping[str, Any]) -> str:
     Raises:
         ValueError: For any other model_type.
     """
-    model_type = str(config.get("model_type", ""))
-    family = _METHOD_PREFIX.sub("", model_type, count=1)
+    model_type = config.get("model_type")
+    family = _METHOD_PREFIX.sub("", str(model_type), count=1)
     if family not in FAMILIES:
         fix = f"use one of {', '.join(FAMILIES)}"
         raise _config(config).refusal("model_type", model_type, fix)
     return family
 
 
+def _is_mxfp4(quantization: Any) -> bool:
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
 def _check_fixed(config: Values, family: ModelFamily) -> None:
     activation = {family.activation_key: family.activation}
     for key, only in {**_FIXED_EVERYWHERE, **activation, **family.fixed}.items():
         value = config.values.get(key, only)
+        if family.stacked_experts and key == "quantization_config" and _is_mxfp4(value):
+            continue
         if value != only and not (value is None and not only):
-            raise config.refusal(key, value, f"use a {family.name} model with {key}={only!r}")
+            needed = "null" if only is None else repr(only)
+            raise config.refusal(key, value, f"use a {family.name} model with {key}={needed}")
     refusal = family.refuse(config.values) if family.refuse else None
     if refusal is not None:
         raise config.refusal(*refusal)
@@ -412,9 +434,9 @@ def _rope_scaling(config: Values, family: ModelFamily) -> RopeScaling | None:
 
 def _yarn(values: Values) -> RopeScaling:
     """Read the rule of YaRN with the defaults of transformers."""
-    for key, only in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
-        if values.values.get(key, only) not in (only, None):
-            raise values.refusal(key, values.values[key], f"use a model with {key}={only}")
+    for key in ("mscale", "mscale_all_dim"):
+        if values.values.get(key) is not None:
+            raise values.refusal(key, values.values[key], f"use a model with {key}=None")
     rule = {key: value for key, value in values.values.items() if value is not None}
     stated, factor = Values(values.where, rule), values.positive("factor")
     scaling = RopeScaling(
@@ -424,6 +446,7 @@ def _yarn(values: Values) -> RopeScaling:
         beta_fast=stated.positive("beta_fast", 32.0),
         beta_slow=stated.positive("beta_slow", 1.0),
         attention_factor=stated.positive("attention_factor", 0.1 * math.log(max(factor, 1)) + 1),
+        truncate=stated.flag("truncate", default=True),
     )
     if scaling.beta_fast <= scaling.beta_slow:
         fix = f"state a number above beta_slow={scaling.beta_slow}"
@@ -464,30 +487,31 @@ def _head_size(config: Values, family: ModelFamily) -> int:
 
 def _experts(config: Values, family: ModelFamily) -> Experts | None:
     """Read the mixture of experts; transformers 5 writes the number of experts under a new key."""
-    if not family.has_experts:
+    keys = family.expert_keys
+    if keys is None:
         return None
     new = "num_local_experts" in config.values
     experts = Experts(
-        count=config.whole("num_local_experts" if new else "num_experts", 128),
-        topk=config.whole("num_experts_per_tok", 8),
-        ffn_hidden_size=config.whole("moe_intermediate_size", 768),
-        normalize=config.flag("norm_topk_prob", default=False),
+        count=config.whole("num_local_experts" if new else keys.number, 128),
+        topk=config.whole("num_experts_per_tok", keys.topk),
+        ffn_hidden_size=config.whole(keys.width, 768),
+        normalize=keys.normalize is None or config.flag(keys.normalize, default=False),
     )
     if experts.topk > experts.count:
         fix = f"state at most the number of experts, {experts.count}"
         raise config.refusal("num_experts_per_tok", experts.topk, fix)
     if experts.topk == 1 and experts.normalize:
-        fix = "the router has no effect on training with norm_topk_prob=true; use another model"
+        fix = "the router has no effect on training with normalised weights; use another model"
         raise config.refusal("num_experts_per_tok", 1, fix)
     return experts
 
 
-def _expert_keys(experts: Experts) -> dict[str, Any]:
+def _expert_keys(experts: Experts, keys: ExpertKeys) -> dict[str, Any]:
     return {
-        "num_experts": experts.count,
+        keys.number: experts.count,
         "num_experts_per_tok": experts.topk,
-        "moe_intermediate_size": experts.ffn_hidden_size,
-        "norm_topk_prob": experts.normalize,
+        keys.width: experts.ffn_hidden_size,
+        **({} if keys.normalize is None else {keys.normalize: experts.normalize}),
     }
 
 
@@ -568,6 +592,8 @@ def _rope_keys(architecture: Architecture) -> dict[str, Any]:
         if kind == "yarn":
             keys += ("beta_fast", "beta_slow", "attention_factor")
         scaling = {"rope_type": kind, **{key: values[key] for key in keys}}
+        if not values["truncate"]:
+            scaling["truncate"] = False
     base = architecture.rotary_base
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
     family, share = FAMILIES[architecture.family], {}
@@ -614,8 +640,8 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
     }
     if family.always_has_head_dim or a.kv_channels * a.num_attention_heads != a.hidden_size:
         config["head_dim"] = a.kv_channels
-    if a.experts is not None:
-        config |= _expert_keys(a.experts)
+    if a.experts is not None and family.expert_keys is not None:
+        config |= _expert_keys(a.experts, family.expert_keys)
     if family.has_query_scalar:
         config["query_pre_attn_scalar"] = a.query_scalar or a.kv_channels
     return config

@@ -24,10 +24,12 @@ from dms_train.hf.errors import HFError
 from dms_train.hf.formats.registry import read_spec, require_known_format
 from dms_train.hf.gguf_directory import cached_gguf, is_gguf
 from dms_train.hf.json_files import read_config, read_json, write_json
+from dms_train.hf.mxfp4 import BLOCK, BLOCKS, SUFFIXES, dequantise
 from dms_train.hf.side_files import ADAPTER_CONFIG, is_adapter, refuse_side_files
 from dms_train.hf.stored import StoredPart, stored_parts, stored_shapes
 from dms_train.hf.stored_tensors import read_part
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.text_files import refuse_pointer
 from dms_train.hf.typed import typed
 
 SINGLE_FILE = "model.safetensors"
@@ -73,6 +75,8 @@ def resolve(
     if is_gguf(path):
         return cached_gguf(path)
     if path.is_file():
+        with path.open("rb") as file:
+            refuse_pointer(path, file.read(64))
         raise HFError(f"{path}: a file, but not a GGUF file; give a model directory")
     name = str(path_or_id)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -121,6 +125,8 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         raise FileNotFoundError(f"{path}: weight file is missing; copy the directory again")
     size = path.stat().st_size
     with path.open("rb") as file:
+        refuse_pointer(path, file.read(64))
+        file.seek(0)
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size:
@@ -187,7 +193,8 @@ def _base(adapter: Adapter) -> Path:
 class WeightReader:
     """Tensors of a directory by name, read from safetensors on access.
 
-    Construction reads every header. It refuses incomplete files and quantised weights. For an
+    Construction reads every header. It refuses incomplete files, and quantised weights except
+    MXFP4 experts, which are read as bfloat16. For an
     export in format `peft` the tensors are those of its base model with the adapter merged. Names,
     shapes and rows are those of `expected_shapes`, also where the files of a family have others.
 
@@ -216,6 +223,7 @@ class WeightReader:
                     "again"
                 )
         self._open: tuple[str, Any] | None = None
+        self._quantised: dict[str, str] = {}  # file of each tensor of MXFP4 blocks or scales
         self._parts = self._split_stored()
         refuse_side_files(self.directory)
         self._refuse_dtypes()
@@ -234,12 +242,25 @@ class WeightReader:
         parts, shapes = stored_parts(architecture), stored_shapes(architecture)
         stored = {}
         for name in dict.fromkeys(part.stored for part in parts.values()):
+            if name + BLOCKS in self._entries:
+                stored[name] = self._take_quantised(name, shapes[name])
+                continue
             self._require_shape(name, shapes[name])
             stored[name] = self._entries.pop(name)
         for name, part in parts.items():
             file, entry = stored[part.stored]
-            self._entries[name] = file, {**entry, "shape": [part.rows, *entry["shape"][1:]]}
+            inner = entry["shape"][1:] if part.expert is None else entry["shape"][1:-1]
+            self._entries[name] = file, {**entry, "shape": [part.rows, *inner]}
         return parts
+
+    def _take_quantised(self, name: str, shape: tuple[int, ...]) -> tuple[str, dict[str, Any]]:
+        """Replace the blocks and scales of MXFP4 experts by one tensor in bfloat16."""
+        experts, inner, rows = shape
+        groups = (experts, rows, inner // BLOCK)
+        for suffix, expected in zip(SUFFIXES, ((*groups, BLOCK // 2), groups), strict=True):
+            self._require_shape(name + suffix, expected)
+            self._quantised[name + suffix], _ = self._entries.pop(name + suffix)
+        return self._quantised[name + BLOCKS], {"dtype": "BF16", "shape": list(shape)}
 
     def _replaced_rows(self, adapter: Adapter) -> Iterator[Tensor]:
         """Yield the rows of every layer's q projection that an adapter replaces."""
@@ -392,16 +413,26 @@ class WeightReader:
     def _stored(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         if name in self._parts:
             part = self._parts[name]
+            if part.stored + BLOCKS in self._quantised:
+                return self._dequantised(part).narrow(dim, start, stop - start)
             return self._read(
                 name, lambda file: read_part(part, file.get_slice(part.stored), dim, start, stop)
             )
         cut = (slice(None),) * dim + (slice(start, stop),)
         return self._read(name, lambda file: file.get_slice(name)[cut])
 
+    def _dequantised(self, part: StoredPart) -> Tensor:
+        """Read a tensor of an expert from its blocks and scales."""
+        whole, blocks, scales = (part.stored + suffix for suffix in ("", *SUFFIXES))
+        rows = slice(part.first, None, part.step)
+        packed = self._read(blocks, lambda file: file.get_slice(blocks)[part.expert])[rows]
+        powers = self._read(scales, lambda file: file.get_slice(scales)[part.expert])[rows]
+        return self._checked(whole, dequantise(packed, powers), self._quantised[blocks])
+
     def _read(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        file = self._entry(name)[0]
+        file = self._quantised.get(name) or self._entry(name)[0]
         try:
             # only the last file stays mapped, so that the pages of the others can be freed
             if self._open is None or self._open[0] != file:
@@ -412,6 +443,9 @@ class WeightReader:
             raise HFError(
                 f"{self.directory / file}: cannot be read ({error}); copy the file again"
             ) from None
+        return self._checked(name, tensor, file)
+
+    def _checked(self, name: str, tensor: Tensor, file: str) -> Tensor:
         if not is_finite(tensor):
             raise HFError(
                 f"{self.directory / file}: {name} holds NaN or infinite numbers; use a sound copy "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf.errors import HFError
+from dms_train.hf.text_files import refuse_pointer
 from dms_train.hf.typed import typed
 
 
@@ -15,13 +16,16 @@ from dms_train.hf.typed import typed
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object; one-line FileNotFoundError or ValueError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
+    refuse_pointer(path, data)
+    try:
+        value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise HFError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise HFError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        raise HFError(f"{path}: expected a JSON object, found {json.dumps(value)[:40]}")
     return value
 
 

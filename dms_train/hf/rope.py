@@ -28,8 +28,10 @@ def yarn_frequencies(frequency: Tensor, base: float, rule: RopeScaling) -> Tenso
         """Return the pair, counted from 0, that turns this often within the original length."""
         return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(base)
 
-    low = max(math.floor(pair(rule.beta_fast)), 0)
-    high = min(math.ceil(pair(rule.beta_slow)), 2 * pairs - 1)
+    low, high = pair(rule.beta_fast), pair(rule.beta_slow)
+    if rule.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
     number = torch.arange(pairs, dtype=torch.float32, device=frequency.device)
     divided = ((number - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequency * (1 - divided) + frequency / rule.factor * divided

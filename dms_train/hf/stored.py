@@ -1,10 +1,10 @@
 """Names and rows of tensors in the files of a family, where they differ from those of Llama.
 
 Training, engine and exports use the names of Llama and Gemma 3 for every family. A family may have
-other names, join several matrices into one, or turn other pairs of channels than c and c + d / 2 by
-RoPE. Scores do not change when the channels of queries and keys change their order together.
-Therefore the rows of both get an order in which RoPE turns c with c + d / 2. Channels without RoPE
-are pairs whose angle is zero.
+other names, join several matrices into one, hold the experts of a layer in one tensor, or turn
+other pairs of channels than c and c + d / 2 by RoPE. Scores do not change when the channels of
+queries and keys change their order together. Therefore the rows of both get an order in which RoPE
+turns c with c + d / 2. Channels without RoPE are pairs whose angle is zero.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import Shape, expected_shapes
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+# Tensor of all experts that holds a projection, its first column and their distance.
+_EXPERT_TENSORS = {
+    "gate_proj": ("gate_up_proj", 0, 2),
+    "up_proj": ("gate_up_proj", 1, 2),
+    "down_proj": ("down_proj", 0, 1),
+}
 
 
 class StoredPart(NamedTuple):
@@ -25,12 +31,17 @@ class StoredPart(NamedTuple):
         first: First of the rows.
         rows: Number of rows.
         order: Channel in the files for every channel of a head; empty if rows keep their order.
+        expert: Index of the expert in a tensor of all experts, in which its matrix is transposed;
+            None for other tensors.
+        step: Distance of the rows.
     """
 
     stored: str
     first: int
     rows: int
     order: list[int]
+    expert: int | None = None
+    step: int = 1
 
 
 def channel_order(a: Architecture) -> list[int]:
@@ -68,6 +79,21 @@ def stored_parts(a: Architecture) -> dict[str, StoredPart]:
                         rows, own = shapes[name][0], order if module in _ROTATED else []
                         parts[name] = StoredPart(f"{at}{stored}.{kind}", first, rows, own)
                         first += rows
+        parts |= _expert_parts(a, f"{at}mlp.experts", shapes)
+    return parts
+
+
+def _expert_parts(a: Architecture, at: str, shapes: dict[str, Shape]) -> dict[str, StoredPart]:
+    """Return the tensors of the experts of a layer, if the files hold them in one tensor."""
+    parts = dict[str, StoredPart]()
+    if not a.described.stacked_experts:
+        return parts
+    for expert in range(a.num_experts):
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            for projection, (stored, first, step) in _EXPERT_TENSORS.items():
+                name = f"{at}.{expert}.{projection}.{kind}"
+                where = f"{at}.{stored}{suffix}"
+                parts[name] = StoredPart(where, first, shapes[name][0], [], expert, step)
     return parts
 
 
@@ -75,6 +101,10 @@ def stored_shapes(a: Architecture) -> dict[str, Shape]:
     """Return name and shape of every tensor in the files of a model."""
     parts, stored = stored_parts(a), dict[str, Shape]()
     for name, shape in expected_shapes(a).items():
-        at = parts[name].stored if name in parts else name
+        part = parts.get(name)
+        if part is not None and part.expert is not None:
+            stored[part.stored] = (a.num_experts, *shape[1:], part.step * part.rows)
+            continue
+        at = name if part is None else part.stored
         stored[at] = (stored.get(at, (0,))[0] + shape[0], *shape[1:])
     return stored

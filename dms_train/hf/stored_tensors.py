@@ -20,6 +20,11 @@ def _rows(part: StoredPart) -> Tensor:
     return rows.unflatten(0, (-1, len(part.order)))[:, part.order].flatten()
 
 
+def expert_rows(part: StoredPart, matrix: Tensor) -> Tensor:
+    """View the rows of a part in its expert's matrix in the files, [..., all rows]."""
+    return matrix.movedim(-1, 0)[part.first :: part.step]
+
+
 def read_part(part: StoredPart, tensor: Any, dim: int, start: int, stop: int) -> Tensor:
     """Return the indices from `start` to `stop` of dimension 0 or 1 of a tensor.
 
@@ -30,6 +35,8 @@ def read_part(part: StoredPart, tensor: Any, dim: int, start: int, stop: int) ->
         start: First index.
         stop: Index after the last one.
     """
+    if part.expert is not None:
+        return expert_rows(part, tensor[part.expert]).narrow(dim, start, stop - start)
     rows = _rows(part) if dim else _rows(part)[start:stop]
     first, last = int(rows.min()), int(rows.max())
     columns = (slice(start, stop),) if dim else ()
@@ -52,11 +59,15 @@ def to_stored(
         if name not in parts:
             yield name, tensor
             continue
-        stored = parts[name].stored
+        part = parts[name]
+        stored = part.stored
         whole, filled = incomplete.pop(stored, (tensor.new_empty(shapes[stored]), 0))
-        whole[_rows(parts[name])] = tensor
-        filled += len(tensor)
-        if filled == len(whole):
+        if part.expert is None:
+            whole[_rows(part)] = tensor
+        else:
+            expert_rows(part, whole[part.expert]).copy_(tensor)
+        filled += tensor.numel()
+        if filled == whole.numel():
             yield stored, whole
         else:
             incomplete[stored] = whole, filled

@@ -16,6 +16,7 @@ def _layer_shapes(a: Architecture) -> dict[str, Shape]:
         "head": a.kv_channels,
         "query": a.num_attention_heads * a.kv_channels,
         "key": a.num_query_groups * a.kv_channels,
+        "heads": a.num_attention_heads,
     }
     if a.experts is not None:
         sizes |= {"experts": a.experts.count, "expert_ffn": a.experts.ffn_hidden_size}

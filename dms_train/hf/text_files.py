@@ -6,7 +6,14 @@ from pathlib import Path
 
 from dms_train.hf.errors import HFError
 
+_LFS_POINTER = b"version https://git-lfs"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def refuse_pointer(path: str | Path, data: bytes) -> None:
+    """Refuse the start of a file that Git LFS has left out: HFError with the fix."""
+    if data.startswith(_LFS_POINTER):
+        raise HFError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
 
 
 def read_text(path: Path) -> str:
@@ -42,8 +49,11 @@ def decode_text(name: str, data: bytes, first_line: int = 1) -> str:
         first_line: Number of the first of these lines.
 
     Raises:
-        HFError: The bytes are not UTF-8, or hold NUL bytes (ASCII text in UTF-16 does).
+        HFError: The bytes are not UTF-8, or hold NUL bytes (ASCII text in UTF-16 does), or are a
+            Git LFS pointer.
     """
+    if first_line == 1:
+        refuse_pointer(name, data)
     if first_line == 1 and data.startswith(_UTF_16):
         raise HFError(f"{name}: UTF-16 text; save the file as UTF-8")
     try:

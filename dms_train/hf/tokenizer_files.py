@@ -22,7 +22,6 @@ _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 # in the order of transformers
 _SPECIAL_KEYS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
-_LFS_POINTER = "version https://git-lfs"
 _PROBE = (
     "Hello, World!  It's 2023 (№ 1,234.50):\n\n\tif naïve == 'café':\n        return 東京 😀<|x|> "
 )
@@ -42,8 +41,6 @@ def read_tokenizer(directory: Path) -> Any:
     if not path.is_file():
         raise HFError(f"{directory}: no {TOKENIZER_FILE}; give a local tokenizer directory")
     text = _plain_text(path)
-    if text.startswith(_LFS_POINTER):
-        raise HFError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises no other type

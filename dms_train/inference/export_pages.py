@@ -147,7 +147,14 @@ class ExportPages(PagedKVCache):
         """Return the most tokens of one `attend`; fixed, because the kernels store no scores."""
         return _MOST_TOKENS
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: ExportTokens) -> Attended:
+    def attend(
+        self,
+        layer: int,
+        rows: Tensor,
+        query: Tensor,
+        arrival: ExportTokens,
+        sinks: Tensor | None = None,
+    ) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
 
         Args:
@@ -156,6 +163,7 @@ class ExportPages(PagedKVCache):
             query: [b, h * r, n, d] with RoPE applied and with its eviction channel cleared.
             arrival: The tokens. A negative position marks padding, which must precede the first
                 token of a sequence. The values of other positions are not used.
+            sinks: Logits [h * r] in the denominators of the softmax; None for none.
 
         Returns:
             Output [b, h * r, n, d], 0 for padding, and slots attended.
@@ -165,7 +173,7 @@ class ExportPages(PagedKVCache):
         one = real.shape[1] == 1
         with torch.cuda.device_of(query):  # where Triton launches
             attended = (self._attend_one if one else self._attend_prompt)(
-                rows, query, arrival, real
+                rows, query, arrival, real, sinks
             )
         self._seen += real.sum(1)
         return attended._replace(output=torch.where(real[:, None, :, None], attended.output, 0))
@@ -193,7 +201,12 @@ class ExportPages(PagedKVCache):
             self.lists.tables = F.pad(self.lists.tables, (0, wanted - num_pages))
 
     def _attend_one(
-        self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
+        self,
+        rows: Tensor,
+        query: Tensor,
+        arrival: ExportTokens,
+        real: Tensor,
+        sinks: Tensor | None,
     ) -> Attended:
         """Compute one token per sequence; the kernel rotates by 0, because RoPE is applied."""
         b, heads, _, d = query.shape
@@ -208,11 +221,17 @@ class ExportPages(PagedKVCache):
             position=self._seen[:, None],
             rows=torch.where(real[:, 0], rows, -1),
             decision_projection=lambda: _decisions(arrival),
+            sinks=sinks,
         )
         return self._decode(0, step)
 
     def _attend_prompt(
-        self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
+        self,
+        rows: Tensor,
+        query: Tensor,
+        arrival: ExportTokens,
+        real: Tensor,
+        sinks: Tensor | None,
     ) -> Attended:
         """Compute several tokens per sequence, with padding moved to the end; skip empty rows."""
         some = real.any(1).nonzero()[:, 0]
@@ -228,7 +247,7 @@ class ExportPages(PagedKVCache):
             _columns(_decisions(arrival)[some], order),
         )
         pages = len(some) * arrival.key.shape[1] * self._pages_of(real.shape[1])
-        chunk = Chunk(rows[some], _columns(query[some], order), moved, pages)
+        chunk = Chunk(rows[some], _columns(query[some], order), moved, pages, sinks=sinks)
         attended = self._prefill(0, chunk)
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
         output[some] = _columns(attended.output, order.argsort(1))

@@ -135,8 +135,9 @@ class ModelRunner:
         self._device = torch.device(options.device)
         self.longest = longest_sequence(model.architecture, options)
         policy = build_policy(options.policy, options.policy_options, model.spec)
-        layers = model.architecture.attention_layers
-        policy = with_windows(policy, options.policy, [layer.window for layer in layers])
+        a = model.architecture
+        windows = [layer.window for layer in a.attention_layers]
+        policy = with_windows(policy, options.policy, windows, sinks=a.described.sinks)
         self.cache = build_cache(model, policy, options)
         rows = torch.arange(options.max_num_seqs, device=self._device)
         self.total = TotalMeter(self.cache, rows, model.architecture.method_layers)

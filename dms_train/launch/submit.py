@@ -71,6 +71,7 @@ def _main(arguments: list[str]) -> int:
         config,
         world_size=config.cluster.world_size,
         architecture=read_architecture(config.model),
+        processes_per_host=config.cluster.processes_per_node,
     )
     config = frozen(config, skipped)
     jobs, run, recipe = chain(config, skipped), Path(config.run.dir), _recipe(options.prepare)

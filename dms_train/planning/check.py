@@ -20,13 +20,20 @@ from dms_train.planning.memory import needs_teacher, runs_teacher
 from dms_train.training.options import EVICTING_STAGES, STAGES, TEACHER_LOGITS
 
 
-def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> None:
+def check(
+    config: RunConfig,
+    *,
+    world_size: int,
+    architecture: Architecture,
+    processes_per_host: int | None = None,
+) -> None:
     """Refuse a configuration that would fail or be meaningless.
 
     Args:
         config: The configuration.
         world_size: Number of processes that will run it.
         architecture: The model's, read from `model.path` or taken from `model.architecture`.
+        processes_per_host: Number of processes on each host; None if it is not known.
 
     Raises:
         ConfigError: One line for every problem. Sizes are checked only if each value is in its own
@@ -41,9 +48,9 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
     if not problems:
         problems = [
             *_divided(config, world_size, architecture),
+            *_on_one_host(config, world_size, processes_per_host),
             *_lengths(config, architecture),
             *_cuda_graph(config, world_size, architecture.num_experts),
-            *_stored_tokens(config, architecture),
             *_layer_ratios(config, architecture),
         ]
     if not problems and config.cluster.gpu is not None:
@@ -81,6 +88,19 @@ def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> 
     name = config.cluster.gpu
     if problems and name is not None:
         yield layouts.advice(config, architecture, world_size, GPUS[name])
+
+
+def _on_one_host(
+    config: RunConfig, world_size: int, processes_per_host: int | None
+) -> Iterator[str]:
+    """Refuse `tp_comm_overlap` between hosts, whose GPUs cannot read one another's memory."""
+    local, tp = processes_per_host, config.parallel.tensor_model_parallel_size
+    if config.parallel.tp_comm_overlap and local is not None and local < world_size and local % tp:
+        yield (
+            f"parallel.tp_comm_overlap=true: needs each tensor-parallel group on one host, and "
+            f"hosts of {local} process(es) do not divide into groups of {tp}; set it to false, or "
+            f"parallel.tensor_model_parallel_size to a divisor of {local}"
+        )
 
 
 def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
@@ -154,12 +174,6 @@ def _offload(config: RunConfig) -> Iterator[str]:
             f"teacher.offload=true: with method.train={config.method.train} the teacher shares the "
             "frozen weights of the student; leave it out"
         )
-
-
-def _stored_tokens(config: RunConfig, architecture: Architecture) -> Iterator[str]:
-    k, most = config.stage.teacher_logits.top_k, architecture.vocab_size
-    if TEACHER_LOGITS in config.stage.run and k > most:
-        yield f"stage.teacher_logits.top_k={k}: the vocabulary has {most} tokens; use fewer"
 
 
 def _layer_ratios(config: RunConfig, architecture: Architecture) -> Iterator[str]:

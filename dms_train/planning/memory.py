@@ -273,7 +273,7 @@ def stages_of(
             rank=rank,
             copies=copies * parallel.context_parallel_size,
             microbatches=count,
-            stored=step_bytes(config, count * data.micro_batch_size),
+            stored=step_bytes(config, architecture.vocab_size, count * data.micro_batch_size),
             trains=not stores,
         )
         for rank in range(parallel.pipeline_model_parallel_size)
@@ -425,7 +425,7 @@ def active_parameter_count(architecture: Architecture) -> int:
 
 def layer_products(a: Architecture) -> int:
     """Count the weights of one layer that are multiplied with every token."""
-    experts = 0 if a.experts is None else a.experts.topk * _expert(a)
+    experts = 0 if a.experts is None else a.experts.topk * _expert_products(a)
     return _matrices(a) + experts + a.num_experts * a.hidden_size
 
 
@@ -436,6 +436,14 @@ def expert_weights(a: Architecture) -> int:
 
 def _expert(a: Architecture) -> int:
     """Count the weights of one expert."""
+    biases = 0
+    if a.experts is not None and a.described.linear_bias:
+        biases = 2 * a.experts.ffn_hidden_size + a.hidden_size
+    return _expert_products(a) + biases
+
+
+def _expert_products(a: Architecture) -> int:
+    """Count the weights of one expert that are multiplied with its tokens."""
     return 0 if a.experts is None else 3 * a.hidden_size * a.experts.ffn_hidden_size
 
 
@@ -454,13 +462,15 @@ def _sharded(a: Architecture) -> int:
     """Count the weights of one layer that tensor parallelism divides, without experts."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     norms = query + key if a.described.joint_qk_norm else 0
-    return _matrices(a) + norms + (query + 2 * key if a.add_qkv_bias else 0)
+    sinks = a.num_attention_heads if a.described.sinks else 0
+    return _matrices(a) + norms + sinks + (query + 2 * key if a.add_qkv_bias else 0)
 
 
 def _replicated(a: Architecture) -> int:
-    """Count the weights of one layer that every tensor-parallel rank holds: norms and router."""
+    """Count the weights of one layer that tensor parallelism does not divide, without experts."""
     family = a.described
     outer = 2 * (family.sandwich_norms + family.input_norms)
     per_head = a.qk_layernorm and not family.joint_qk_norm
     norms = outer * a.hidden_size + (2 * a.kv_channels if per_head else 0)
-    return norms + a.num_experts * a.hidden_size
+    biases = a.hidden_size + a.num_experts if family.linear_bias else 0
+    return norms + a.num_experts * a.hidden_size + biases

@@ -68,7 +68,7 @@ def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1
         weights_bytes=weights,
         exports=_exports(config, stages),
         export_bytes=_export_bytes(config, architecture),
-        teacher_bytes=stored_bytes(config),
+        teacher_bytes=stored_bytes(config, architecture.vocab_size),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from dms_train.hf.formats import FORMATS
 from dms_train.hf.options import PRECISIONS
-from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
+from dms_train.limits import AtLeast, Below, Matches, OneOf, Positive, Share
 from dms_train.method.token_losses import TOKEN_LOSSES
 
 EVICTING_STAGES = ("retrofit", "hold")
@@ -143,7 +143,7 @@ class TeacherLogitsOptions:
         samples: Number of training samples, a multiple of `data.global_batch_size`. A run that
             reads them takes at most as many. The samples of evaluations are stored too.
         top_k: Stored tokens of a position, each with its probability; one more number is the
-            probability of all others together.
+            probability of all others together. Above the vocabulary's size all tokens are stored.
     """
 
     samples: Annotated[int | None, AtLeast(1)] = None
@@ -248,7 +248,7 @@ class RunOptions:
         dry_run: Print the plan and stop before any process group is made.
     """
 
-    dir: str
+    dir: Annotated[str, Matches(r".*\S.*", "the path of a folder")]
     seed: Annotated[int, AtLeast(0), Below(_SEEDS)] = 1234
     resume: Annotated[str, OneOf("auto", "never")] = "auto"
     load: str | None = None

@@ -177,6 +177,20 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
         "sliding_window": 9,
     },
+    "gpt_oss": {
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+        "sliding_window": 9,
+    },
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
@@ -195,7 +209,7 @@ def random_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
     config = kind(**{**COMMON, **values})
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):
+        if "norm" in name or name.endswith(("bias", "sinks")):
             parameter.data += 0.3 * torch.randn(parameter.shape)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from dms_train.checkpoints_tools.hf_to_megatron import main
 from dms_train.hf.architecture import to_hf_config
 from dms_train.hf.directory import WeightReader, WeightWriter, read_architecture
 from dms_train.hf.json_files import write_json
-from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.stored import stored_shapes
+from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -27,8 +29,12 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "untied": ("qwen2", {}),
     "tied_with_one_kv_head": ("llama", {"num_query_groups": 1}),
     "experts": ("qwen3_moe", {}),
+    # files with joined projections, permuted channels, norms under other names
+    "phi3": ("phi3", {}),
+    "glm4": ("glm4", {}),
+    "olmo3": ("olmo3", {}),
 }
-SIZES = {"untied": (2, 1), "tied_with_one_kv_head": (1, 2), "experts": (2, 1)}  # TP, PP
+SIZES = {name: (1, 2) if name == "tied_with_one_kv_head" else (2, 1) for name in MODELS}  # TP, PP
 
 # Tensors that both ranks may hold: not divided, or the output layer of a tied model too.
 ON_EACH = ("norm.weight", "mlp.gate.weight", "embed_tokens.weight")
@@ -42,23 +48,35 @@ def write_model(folder: Path, name: str) -> None:
     write_json(folder / "config.json", to_hf_config(architecture))
     generator = torch.Generator().manual_seed(3)
     with WeightWriter(folder, 20_000) as writer:
-        for tensor, shape in expected_shapes(architecture).items():
+        for tensor, shape in stored_shapes(architecture).items():
             writer.add(tensor, torch.randn(shape, generator=generator).bfloat16())
 
 
-def import_counting(model: Path, out: Path) -> list[int]:
-    """Import a model with the command; return the bytes that this rank read."""
-    read, inner = 0, WeightReader._read
+def import_counting(folder: Path) -> dict[str, int]:
+    """Import all models with the command; return the bytes that this rank read of each."""
+    read, inner = dict.fromkeys(MODELS, 0), WeightReader._read
 
     def count(reader: WeightReader, *arguments: Any) -> Tensor:
-        nonlocal read
         tensor = inner(reader, *arguments)
-        read += tensor.nbytes
+        read[reader.directory.name] += tensor.nbytes
         return tensor
 
     WeightReader._read = count  # type: ignore[method-assign]
-    assert main([str(model), str(out)]) == 0
-    return [read]
+    # one launch has one process group
+    leave, groups.stop = groups.stop, functools.partial(groups.stop, keep_process_group=True)
+    for name in MODELS:
+        assert main([str(folder / name), str(folder / f"{name}-shared")]) == 0
+    leave()
+    return read
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, int]]]:
+    """All models, imported by one launch of ranks, and the bytes that each rank read."""
+    folder = tmp_path_factory.mktemp("imports")
+    for name in MODELS:
+        write_model(folder / name, name)
+    return folder, values_of_ranks(import_counting, PROCESSES, folder)
 
 
 def loaded(model: Path, checkpoint: Path) -> dict[str, Tensor]:
@@ -75,11 +93,13 @@ def comparable(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ranks_read_their_parts_and_write_equal_weights(tmp_path: Path, name: str) -> None:
-    model, alone, shared = tmp_path / name, tmp_path / "alone", tmp_path / "shared"
-    write_model(model, name)
+def test_ranks_read_their_parts_and_write_equal_weights(
+    imported: tuple[Path, list[dict[str, int]]], tmp_path: Path, name: str
+) -> None:
+    folder, counts = imported
+    model, alone, shared = folder / name, tmp_path / "alone", folder / f"{name}-shared"
     import_model(str(model), alone, dtype=None, revision=None, download=False)
-    read = [size for (size,) in values_of_ranks(import_counting, PROCESSES, model, shared)]
+    read = [sizes[name] for sizes in counts]
 
     reader, expected, got = WeightReader(model), loaded(model, alone), loaded(model, shared)
     assert got.keys() == expected.keys() == set(reader.names())

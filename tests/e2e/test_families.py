@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ LAYERS = (LayerAttention(rotary_base=1e3, window=16), LayerAttention(rotary_base
 MODELS = {
     "gemma3_text": {"layers": LAYERS},
     "glm4": {"partial_rotary_factor": 0.5},
+    "gpt_oss": {
+        "layers": (replace(LAYERS[1], window=16), LAYERS[1]),
+        "rope_scaling": yarn.UNROUNDED,
+        "experts": experts_of("gpt_oss"),
+        "ffn_hidden_size": 24,
+    },
     "olmo3": {"layers": LAYERS, "rope_scaling": yarn.RULE},
     "phi3": {"partial_rotary_factor": 0.5},
     "qwen3_moe": {"experts": experts_of("qwen3_moe")},

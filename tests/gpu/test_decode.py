@@ -16,11 +16,11 @@ pytestmark = [
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def attend(query, cache, rows, scale, tuning=None):
+def attend(query, cache, rows, scale, tuning=None, sinks=None):
     from dms_train.kernels.decode import triton_attention as triton_decode
 
     memory = triton_decode.attention_workspace(query, cache, tuning)
-    output = triton_decode.attend(query, cache, rows, scale, memory)
+    output = triton_decode.attend(query, cache, rows, scale, memory, sinks=sinks)
     assert int(memory.arrived.abs().sum()) == 0
     return output
 
@@ -53,14 +53,15 @@ SIZES = [  # dtype, d, rows, KV heads, group, slots of a page
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("longest", [1500, 40])
-def test_attention_equals_float64(size, longest):
+@pytest.mark.parametrize(("longest", "sinks"), [(1500, False), (1500, True), (40, False)])
+def test_attention_equals_float64(size, longest, sinks):
     dtype, d, rows, heads, group, page_slots = size
     shape = Shape(
         rows=rows, heads=heads, group=group, d=d, dtype=dtype, page_slots=page_slots,
         places=-(-longest // page_slots), device="cuda", seed=rows,
     )  # fmt: skip
-    problems.check_attend(attend, shape, lengths_of(shape, longest), TOLERANCE[dtype])
+    lengths = lengths_of(shape, longest)
+    problems.check_attend(attend, shape, lengths, TOLERANCE[dtype], sinks=sinks)
 
 
 @pytest.mark.parametrize(("d", "group"), [(64, 1), (96, 4), (128, 4), (128, 8)])

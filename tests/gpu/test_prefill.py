@@ -55,6 +55,7 @@ def test_random_prompts(seed: int) -> None:
         page_slots=draw.choice([16, 64, 128, 256]),
         dtype=draw.choice(DTYPES[:2]),
         seed=seed,
+        sinks=draw.random() < 0.3,
     )
     assert_near(*in_one_go(p))
 

@@ -36,7 +36,8 @@ def random_shapes(count: int) -> list[Shape]:
         b = 1 if packed else draw.choice((1, 2))
         window = draw.choice((1, 16, 64, 100, 256))
         evicted = draw.choice((0.0, 0.2, 0.5, 1.0))
-        shapes.append(Shape(b, s, hk * r, hk, d, window, dtype, documents, evicted))
+        sinks = draw.random() < 0.3
+        shapes.append(Shape(b, s, hk * r, hk, d, window, dtype, documents, evicted, sinks))
     return shapes
 
 

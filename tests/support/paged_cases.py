@@ -223,7 +223,9 @@ def check_shared_pages(append, s: Shape, rule: Decisions, steps: int) -> None:
     assert torch.equal(mine.free.holders[1:][taken[1:]].long(), counted[1:][taken[1:]])
 
 
-def check_attend(attend, s: Shape, lengths: torch.Tensor, tolerance: float) -> None:
+def check_attend(
+    attend, s: Shape, lengths: torch.Tensor, tolerance: float, *, sinks: bool = False
+) -> None:
     """A kernel over random live slots against float64."""
     cache = filled_cache(s, lengths)
     draw = s.draw()
@@ -232,8 +234,10 @@ def check_attend(attend, s: Shape, lengths: torch.Tensor, tolerance: float) -> N
     order = torch.randperm(s.rows, generator=torch.Generator().manual_seed(s.seed))
     rows = order.int().to(s.device)
     rows[0] = -1
-    output = attend(query, cache, rows, 0.3).cpu()
-    expected = reference.attend(query.cpu(), copied(cache), rows.cpu(), 0.3)
+    own = torch.linspace(-4, 4, s.heads * s.group, device=s.device) if sinks else None
+    output = attend(query, cache, rows, 0.3, sinks=own).cpu()
+    own = None if own is None else own.cpu()
+    expected = reference.attend(query.cpu(), copied(cache), rows.cpu(), 0.3, sinks=own)
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 

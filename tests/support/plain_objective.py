@@ -189,13 +189,33 @@ def forward(
         total = _Decided(*sums, (*total.layers, decided.alpha))
         before_mlp = "pre_feedforward" if sandwich else "post_attention"
         normed = hidden if olmo else _rms_norm(hidden, own[f"{before_mlp}_layernorm.weight"], a)
-        gate, up = (normed @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        update = ((_gelu if gemma else _silu)(gate) * up) @ own["mlp.down_proj.weight"].T
+        if a.family == "gpt_oss":
+            update = _mixture(a, own, normed)
+        else:
+            gate, up = (normed @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+            update = ((_gelu if gemma else _silu)(gate) * up) @ own["mlp.down_proj.weight"].T
         if sandwich or olmo:
             update = _rms_norm(update, own["post_feedforward_layernorm.weight"], a)
         hidden = hidden + update
     head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
     return _rms_norm(hidden, weights["model.norm.weight"], a) @ weights[head].T, total
+
+
+def _mixture(a: Architecture, own: Weights, x: Tensor) -> Tensor:
+    """Experts of gpt-oss, each on all tokens, by a softmax over the best logits of the router."""
+
+    def product(x: Tensor, name: str) -> Tensor:
+        return x @ own[f"mlp.{name}.weight"].T + own[f"mlp.{name}.bias"]
+
+    logits, update = product(x, "gate"), torch.zeros_like(x)
+    least = logits.topk(a.experts.topk).values[..., -1:]
+    shares = logits.masked_fill(logits < least, -math.inf).softmax(-1)
+    for n in range(a.experts.count):
+        gate, up = (product(x, f"experts.{n}.{p}_proj") for p in ("gate", "up"))
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        update = update + shares[..., n : n + 1] * product(inner, f"experts.{n}.down_proj")
+    return update
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -241,8 +261,13 @@ def _attention(
     scores = (
         torch.einsum("bigrd,bjgd->bgrij", q, k) / math.sqrt(a.query_scalar or d) + bias[:, :, None]
     )
-    out = torch.einsum("bgrij,bjgd->bigrd", scores.softmax(-1), v).reshape(b, t, -1)
-    return out @ own["self_attn.o_proj.weight"].T, decided
+    if "self_attn.sinks" in own:
+        sinks = own["self_attn.sinks"].view(1, g, r, 1, 1).expand(b, -1, -1, t, -1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = torch.einsum("bgrij,bjgd->bigrd", weights, v).reshape(b, t, -1)
+    return out @ own["self_attn.o_proj.weight"].T + own.get("self_attn.o_proj.bias", 0.0), decided
 
 
 def _query(a: Architecture, spec: DMSOptions, plan: StepPlan, q: Tensor) -> Tensor:
@@ -293,7 +318,7 @@ def _rope(a: Architecture, x: Tensor) -> Tensor:
     frequencies = [_scaled(a, base ** (-n / turned)) for n in range(turned)]
     frequencies += [0.0] * (half - turned)
     scale = 1.0
-    if a.family == "olmo3" and a.layers[0].window is None:
+    if a.family == "gpt_oss" or (a.family == "olmo3" and a.layers[0].window is None):
         frequencies = yarn.frequencies(a.rope_scaling, base, half)
         scale = a.rope_scaling.attention_factor
     angle = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(frequencies).double()
@@ -309,7 +334,7 @@ def _rope(a: Architecture, x: Tensor) -> Tensor:
 def _scaled(a: Architecture, frequency: float) -> float:
     """Stretch all waves, or by Llama 3's rule long ones by the factor and those between partly."""
     rule = a.rope_scaling
-    if rule is None or a.layers[0].window is not None:
+    if rule is None or rule.rope_type == "yarn" or a.layers[0].window is not None:
         return frequency
     if rule.rope_type == "linear":
         return frequency / rule.factor

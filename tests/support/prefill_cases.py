@@ -27,6 +27,7 @@ class Prompt:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
+    sinks: bool = False
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query, key, value [b, heads, s, d] and evicted [b, h, s]; heads differ in their odds."""
@@ -43,7 +44,9 @@ class Prompt:
 
     @property
     def how(self) -> dict:
-        return {"window": self.window, "scale": self.d**-0.5}
+        sinks = torch.linspace(-4, 4, self.h * self.group, device=self.device)
+        own = {"sinks": sinks} if self.sinks else {}
+        return {"window": self.window, "scale": self.d**-0.5, **own}
 
 
 def expected_output(

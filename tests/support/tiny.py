@@ -20,7 +20,8 @@ def architecture(family: str, **changes: object) -> Architecture:
     """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied.
 
     SmolLM3 has RoPE in every second layer, Gemma 3 a window and another base in every second one,
-    OLMo 3 YaRN in layers without a window. Phi-3 and GLM-4 rotate half of each head.
+    OLMo 3 YaRN in layers without a window, gpt-oss both in all. Phi-3 and GLM-4 rotate half of each
+    head.
     """
     values: dict[str, object] = {
         "family": family,
@@ -29,17 +30,19 @@ def architecture(family: str, **changes: object) -> Architecture:
         "ffn_hidden_size": 48,
         "num_attention_heads": 8,
         "num_query_groups": 4,
-        "kv_channels": 16 if family in ("gemma3_text", "olmo3", "qwen3") else 4,
+        "kv_channels": 16 if family in ("gemma3_text", "gpt_oss", "olmo3", "qwen3") else 4,
         "vocab_size": VOCAB,
         "max_position_embeddings": 64,
         "rotary_base": 10000.0,
         "layernorm_epsilon": 1e-6,
         "tie_word_embeddings": family != "qwen2",
         "experts": experts_of(family),
-        "rope_scaling": yarn.RULE if family == "olmo3" else None,
+        "rope_scaling": {"olmo3": yarn.RULE, "gpt_oss": yarn.UNROUNDED}.get(family),
     }
     if family in ("glm4", "phi3"):
         values |= {"kv_channels": 8, "partial_rotary_factor": 0.5}
+    if family == "gpt_oss":
+        values["ffn_hidden_size"] = 24
     values |= changes
     if family == "smollm3":
         rotated = [layer % 2 == 1 for layer in range(values["num_layers"])]
@@ -47,7 +50,7 @@ def architecture(family: str, **changes: object) -> Architecture:
     if family == "gemma3_text":
         local = LayerAttention(rotary_base=1e2, window=7)
         values["layers"] = (local, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)
-    if family == "olmo3":
+    if family in ("gpt_oss", "olmo3"):
         local = LayerAttention(rotary_base=1e4, window=7)
         values["layers"] = (local, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)
     return Architecture(**values)

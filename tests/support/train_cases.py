@@ -20,6 +20,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype = torch.float32
     documents: tuple[int, ...] = ()  # lengths; their sum is s
     evicted: float = 0.2  # share of keys with alpha exactly 1
+    sinks: bool = False  # in the softmax of every head
 
     @property
     def bounds(self) -> list[int]:
@@ -36,7 +37,10 @@ class Shape(NamedTuple):
 
 
 def leaves(shape: Shape, device: str, seed: int = 0) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and log_keep, some of it exactly 0 and some -inf, whole stretches too; and d_out."""
+    """q, k, v and log_keep, some of it exactly 0 and some -inf, whole stretches too; and d_out.
+
+    A shape with sinks has them as a fifth leaf, far apart.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -49,6 +53,8 @@ def leaves(shape: Shape, device: str, seed: int = 0) -> tuple[list[Tensor], Tens
     log_keep[kind > 0.9] = 0.0
     log_keep[..., s // 4 : s // 2] = -torch.inf if shape.evicted else 0.0
     found = [normal(b, s, h, d) for h in (hq, hk, hk)] + [log_keep.to(device)]
+    if shape.sinks:
+        found.append((3 * torch.randn(hq, generator=generator)).to(device))
     return [x.requires_grad_() for x in found], normal(b, s, hq, d)
 
 
@@ -61,18 +67,24 @@ def positions_first(x: Tensor) -> Tensor:
 def outcome(
     attention: object, inputs: list[Tensor], d_out: Tensor, shape: Shape, cu_seqlens: Tensor | None
 ) -> list[Tensor]:
-    """Output and the four gradients."""
-    out = attention(*inputs, shape.window, shape.d**-0.5, cu_seqlens)  # type: ignore[operator]
+    """Output and the gradients of all inputs."""
+    numbers = shape.window, shape.d**-0.5, cu_seqlens
+    out = attention(*inputs[:4], *numbers, *inputs[4:])  # type: ignore[operator]
     return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
 
 
 def exact(inputs: list[Tensor], d_out: Tensor, shape: Shape) -> list[Tensor]:
     """The same in float64, document by document."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    q, k, v, log_keep = wide
+    q, k, v, log_keep, *sinks = wide
     parts = [
         reference.dms_attention(
-            q[:, i:j], k[:, i:j], v[:, i:j], log_keep[..., i:j], shape.window, shape.d**-0.5
+            *(x[:, i:j] for x in (q, k, v)),
+            log_keep[..., i:j],
+            shape.window,
+            shape.d**-0.5,
+            None,
+            *sinks,
         )
         for i, j in zip(shape.bounds, shape.bounds[1:], strict=False)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from dms_train.hf.architecture import RopeScaling
 
@@ -17,6 +18,9 @@ RULE = RopeScaling(
 )
 
 
+UNROUNDED = replace(RULE, truncate=False)
+
+
 def frequencies(rule: RopeScaling, base: float, pairs: int) -> list[float]:
     """Return radians per position of every pair of channels."""
     plain = [base ** (-pair / pairs) for pair in range(pairs)]
@@ -26,7 +30,10 @@ def frequencies(rule: RopeScaling, base: float, pairs: int) -> list[float]:
         # base ** (-pair / pairs) * length == 2 pi turns
         return -pairs * math.log(2 * math.pi * turns / length, base)
 
-    first = max(0, math.floor(pair_of(rule.beta_fast)))
-    last = max(math.ceil(pair_of(rule.beta_slow)), first + 1e-3)
+    first, last = pair_of(rule.beta_fast), pair_of(rule.beta_slow)
+    if rule.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first = max(0, first)
+    last = max(last, first + 1e-3)
     shares = [min(max((pair - first) / (last - first), 0.0), 1.0) for pair in range(pairs)]
     return [(1 - s) * f + s * f / rule.factor for f, s in zip(plain, shares, strict=True)]

@@ -157,15 +157,16 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
     Raises:
         EvaluationError: See `check`.
         FileNotFoundError: Likewise.
-        InferenceError: The policy does not support the model's sliding-window layers.
+        InferenceError: The policy does not support the model's sliding-window layers or sinks.
     """
     checked = check(options)
     options, task, documents = checked.options, checked.task, checked.documents
     assert options.sweep.lengths is not None
     spec = read_spec(checked.directory)
     policy = build_policy(checked.engine.policy, checked.engine.policy_options, spec)
-    layers = read_architecture(checked.directory).attention_layers
-    policy = with_windows(policy, checked.engine.policy, [layer.window for layer in layers])
+    a = read_architecture(checked.directory)
+    windows = [layer.window for layer in a.attention_layers]
+    policy = with_windows(policy, checked.engine.policy, windows, sinks=a.described.sinks)
     config = {
         "task": _task_config(options),
         "documents": {"count": len(documents), "sha256": fingerprint(documents)},

@@ -121,7 +121,14 @@ class DMSCache(Cache):
             [store.live(torch.arange(store.rows))[0].cpu() for store in self._stores()]
         )
 
-    def attend(self, layer: int, query: Tensor, tokens: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        tokens: tuple[Tensor, ...],
+        mask: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Store tokens, drop evicted ones, attend.
 
         Args:
@@ -130,6 +137,7 @@ class DMSCache(Cache):
             tokens: Keys and values, [batch, kv_heads, T, d], and decisions,
                 bool [batch, kv_heads, T].
             mask: 4D; its last row is True, or 0 in an additive mask, for columns without padding.
+            sinks: Logits [heads] in the denominators of the softmax; None for none.
 
         Returns:
             [batch, heads, T, d].
@@ -148,13 +156,15 @@ class DMSCache(Cache):
         position = torch.arange(ours.length, ours.length + n, device=query.device)
         position = torch.where(columns.real.to(query.device), position, -1)
         rows = torch.arange(batch, device=query.device)
+        # older versions of the package have kernels without sinks
+        own = {} if sinks is None else {"sinks": sinks}
         outputs, size = [], ours.store.queries_at_once(batch * heads, ours.length + n)
         for first in range(0, n, size):
             part = slice(first, first + size)
             chunk = NewTokens(
                 position[:, part], key[:, :, part], value[:, :, part], decisions[:, :, part]
             )
-            outputs.append(ours.store.attend(0, rows, query[:, :, part], chunk).output)
+            outputs.append(ours.store.attend(0, rows, query[:, :, part], chunk, **own).output)
         ours.length += n
         return torch.cat(outputs, 2)
 

@@ -27,12 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMode
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .adapter_dms import AdapterLoading
 from .configuration_dms import DMSNumbers, dms_numbers
 from .generation_dms import DMSCache
-from .pages_dms import block_queries
+from .pages_dms import block_queries, sink_softmax
 
 __all__ = ["DMSAttention", "DMSForCausalLM"]
 
@@ -98,6 +97,11 @@ class DMSAttention(_Mixed):
         if size is not None:
             numbers = replace(numbers, window=size - 1, shift=0)
         self.dms = DMSDecision(numbers, self.num_key_value_groups)
+
+    @property
+    def _sinks(self) -> Tensor | None:
+        """Logits [heads] in the denominators of the softmax, as in gpt-oss; None for none."""
+        return getattr(self, "sinks", None)
 
     def _decide(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return decisions, bool [batch, kv_heads, T], and the query without them."""
@@ -181,9 +185,24 @@ class DMSAttention(_Mixed):
             scores = grouped @ key.transpose(2, 3) * self.scaling
             scores = scores.view(batch, kv_heads, -1, len(block), keys)
             scores = scores.masked_fill(~read[:, :, None], torch.finfo(scores.dtype).min)
-            weights = F.dropout(scores.softmax(-1, dtype=wide).to(query.dtype), dropout)
+            sinks = None if self._sinks is None else self._sinks.view(kv_heads, -1, 1)
+            weights = sink_softmax(scores, sinks, wide)
+            weights = F.dropout(weights.to(query.dtype), dropout)
             outputs.append((weights.flatten(2, 3) @ value).view(batch, heads, len(block), d))
         return torch.cat(outputs, 2)
+
+    def _attend_masked(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute attention under an additive mask; return outputs and weights of all heads."""
+        key, value = (x.repeat_interleave(self.num_key_value_groups, 1) for x in (key, value))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = query @ key.transpose(2, 3) * self.scaling + mask
+        sinks = None if self._sinks is None else self._sinks.view(-1, 1)
+        weights = sink_softmax(scores, sinks, wide).to(query.dtype)
+        dropout = self.attention_dropout if self.training else 0.0
+        weights = F.dropout(weights, dropout)
+        return weights @ value, weights
 
     def forward(
         self,
@@ -212,7 +231,9 @@ class DMSAttention(_Mixed):
             tokens = (key, value, decisions)
             if self.scaling != self.head_dim**-0.5:  # by which the cache multiplies scores
                 query = query * (self.scaling * self.head_dim**0.5)
-            output = past_key_values.attend(self.layer_idx, query, tokens, attention_mask)
+            output = past_key_values.attend(
+                self.layer_idx, query, tokens, attention_mask, self._sinks
+            )
             return self.o_proj(output.transpose(1, 2).flatten(2)), None
         key, value, decisions = self._remember(key, value, decisions, past_key_values)
         evicted = evicted_tokens(decisions, self.dms.numbers.shift)
@@ -221,16 +242,10 @@ class DMSAttention(_Mixed):
             real = attention_mask[..., -key.shape[2] :]
             output = self._attend(query, key, value, evicted, real)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None
-        output, weights = eager_attention_forward(
-            self,
-            query,
-            key,
-            value,
-            self._mask(attention_mask, evicted),
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
+        output, weights = self._attend_masked(
+            query, key, value, self._mask(attention_mask, evicted)
         )
-        return self.o_proj(output.flatten(2)), weights
+        return self.o_proj(output.transpose(1, 2).flatten(2)), weights
 
 
 def _columns_only(

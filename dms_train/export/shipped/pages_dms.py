@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .pool_dms import PagePool
 
-__all__ = ["Attended", "NewTokens", "Pages", "block_queries"]
+__all__ = ["Attended", "NewTokens", "Pages", "block_queries", "sink_softmax"]
 
 BLOCK_SCORES = 2**25  # attention scores that are computed at once
 BLOCK_QUERIES = 16  # and queries, if that is more
@@ -28,6 +28,20 @@ BLOCK_QUERIES = 16  # and queries, if that is more
 def block_queries(lists: int, keys: int) -> int:
     """Number of queries that attend at once, so that scores [lists, queries, keys] stay small."""
     return max(BLOCK_QUERIES, BLOCK_SCORES // max(1, lists * keys))
+
+
+def sink_softmax(scores: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Compute a softmax over the last dimension with exp(sink) in the denominator.
+
+    Args:
+        scores: [..., keys].
+        sinks: Logits that broadcast to [...]; None for a plain softmax.
+        dtype: Dtype of the result.
+    """
+    if sinks is None:
+        return scores.softmax(-1, dtype=dtype)
+    column = sinks.to(dtype).expand(scores.shape[:-1]).unsqueeze(-1)
+    return torch.cat([scores.to(dtype), column], -1).softmax(-1)[..., :-1]
 
 
 class NewTokens(NamedTuple):
@@ -100,7 +114,14 @@ class Pages:
         self.pool.release(pages[pages >= 0])
         self._table[rows], self._lengths[rows] = -1, 0
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, tokens: NewTokens) -> Attended:
+    def attend(
+        self,
+        layer: int,
+        rows: Tensor,
+        query: Tensor,
+        tokens: NewTokens,
+        sinks: Tensor | None = None,
+    ) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
 
         The package's kernels have the same signature.
@@ -110,6 +131,7 @@ class Pages:
             rows: All rows in their order.
             query: [b, heads, n, d] with RoPE applied.
             tokens: The new tokens; a token is its own query.
+            sinks: Logits [heads] in the denominators; None for none.
 
         Returns:
             Outputs; those of padding are unspecified but finite.
@@ -121,8 +143,8 @@ class Pages:
         slots = slots._replace(marked=self._marked(slots, tokens))
         if single:
             self._store(numbers, slots, stored.marked, tokens)
-            return Attended(_attend_pages(self.pool, self._numbers(), query))
-        output = _attend_slots(query, slots, self._visible(slots, tokens.position))
+            return Attended(_attend_pages(self.pool, self._numbers(), query, sinks))
+        output = _attend_slots(query, slots, self._visible(slots, tokens.position), sinks)
         self._store(numbers, slots, stored.marked, tokens)
         return Attended(output)
 
@@ -316,13 +338,14 @@ def _joined(stored: _Slots, tokens: NewTokens) -> _Slots:
     return _Slots(position, marked, key, value)
 
 
-def _attend_slots(query: Tensor, slots: _Slots, visible: Tensor) -> Tensor:
+def _attend_slots(query: Tensor, slots: _Slots, visible: Tensor, sinks: Tensor | None) -> Tensor:
     """Compute attention over slots; scores and softmax are at least float32.
 
     Args:
         query: [b, heads, n, d].
         slots: With keys and values.
         visible: bool [b, h, n, s].
+        sinks: Logits [heads]; None for none.
 
     Returns:
         [b, heads, n, d]; finite for a query that reads nothing.
@@ -334,11 +357,13 @@ def _attend_slots(query: Tensor, slots: _Slots, visible: Tensor) -> Tensor:
     transposed = slots.key.to(wide).transpose(-1, -2).unsqueeze(2)
     scores = query.reshape(b, visible.shape[1], -1, n, d).to(wide) @ transposed * d**-0.5
     scores = scores.masked_fill(~visible.unsqueeze(2), torch.finfo(wide).min)
-    output = scores.softmax(-1).to(slots.value.dtype) @ slots.value.unsqueeze(2)
+    by_head = None if sinks is None else sinks.view(visible.shape[1], -1, 1)
+    weights = sink_softmax(scores, by_head, wide).to(slots.value.dtype)
+    output = weights @ slots.value.unsqueeze(2)
     return output.reshape(b, heads, n, d)
 
 
-def _attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
+def _attend_pages(pool: PagePool, numbers: Tensor, query: Tensor, sinks: Tensor | None) -> Tensor:
     """Compute attention of one query per head over all slots of its KV head.
 
     Pages are multiplied in the order in which the pool reads them; only scores and outputs are
@@ -348,6 +373,7 @@ def _attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
         pool: Pool that holds the slots.
         numbers: Slot numbers of whole pages, int64 [b, h, s]; -1 after the last live one.
         query: [b, heads, 1, d].
+        sinks: Logits [heads]; None for none.
 
     Returns:
         [b, heads, 1, d].
@@ -365,7 +391,8 @@ def _attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
     by_list[chosen.order] = scores
     empty = (numbers < 0).view(b, h, columns, 1, size)
     by_list = by_list.view(b, h, columns, r, size).masked_fill(empty, torch.finfo(wide).min)
-    weights = by_list.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
+    by_head = None if sinks is None else sinks.view(h, r)
+    weights = sink_softmax(by_list.transpose(2, 3).flatten(3), by_head, wide)  # [b, h, r, s]
     by_page = weights.view(b, h, r, columns, size).transpose(2, 3).flatten(0, 2)
     value = pool.read_pages("value", chosen)
     parts = by_page[chosen.order].to(value.dtype) @ value

@@ -47,6 +47,11 @@ class UnrotatedTokens(Protocol):
         """Return the cache rows of the sequences, int64 [b]."""
         ...
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """Return the logits [heads] in the denominators of the softmax; None for none."""
+        ...
+
     def projected(self) -> Projected:
         """Return the projections of the model, for policies that merge before RoPE."""
         ...

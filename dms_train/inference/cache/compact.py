@@ -164,9 +164,16 @@ class CompactCache(HostDrivenCache):
     def step(self, layer: int, step: UnrotatedTokens) -> Attended:
         """Run `attend` on tokens before RoPE."""
         query, arrival = self._state.accumulated(layer, step).rotated()
-        return self.attend(layer, step.rows, query, arrival)
+        return self.attend(layer, step.rows, query, arrival, step.sinks)
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
+    def attend(
+        self,
+        layer: int,
+        rows: Tensor,
+        query: Tensor,
+        arrival: NewTokens,
+        sinks: Tensor | None = None,
+    ) -> Attended:
         """Store the arriving tokens, drop the evicted ones and compute attention.
 
         Args:
@@ -174,6 +181,7 @@ class CompactCache(HostDrivenCache):
             rows: int64 [b], all different.
             query: [b, heads, n, d] with RoPE applied; a token is its own query.
             arrival: The new tokens.
+            sinks: Logits [heads] in the denominators; None for none.
 
         Returns:
             Output and reads. Outputs of padding tokens are unspecified but finite, and they read
@@ -189,16 +197,15 @@ class CompactCache(HostDrivenCache):
         slots = slots._replace(state=self.policy.on_store(slots, arrival))
         if single:
             table, lengths = self._write_back(rows, numbers, slots, stored.state, arrival)
-            attended = self._attend_stored(
-                slots, self._numbers(table, lengths), grouped[:, :, :, 0]
-            )
+            numbers = self._numbers(table, lengths)
+            attended = self._attend_stored(slots, numbers, grouped[:, :, :, 0], sinks)
         else:
             assert slots.key is not None
             assert slots.value is not None
             mask = self._mask(slots, arrival.position)
             second = second_query(self.policy, slots, query, arrival.position)
             wide = narrowed(self.policy, slots, mask, grouped)
-            output, weights = attend_slots(query, slots.key, slots.value, wide, second)
+            output, weights = attend_slots(query, slots.key, slots.value, wide, second, sinks)
             if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
             self._write_back(rows, numbers, slots, stored.state, arrival)
@@ -266,13 +273,16 @@ class CompactCache(HostDrivenCache):
         mask = (position >= 0) & (position <= at[:, None, :, None])
         return mask if self.policy.scored else mask & ~self.policy.evict_mask(slots, at)
 
-    def _attend_stored(self, slots: Slots, numbers: Tensor, query: Tensor) -> Attended:
+    def _attend_stored(
+        self, slots: Slots, numbers: Tensor, query: Tensor, sinks: Tensor | None
+    ) -> Attended:
         """Attend from one query per head to the stored tokens.
 
         Args:
             slots: Slots of the layer before the arriving tokens were stored.
             numbers: Slot numbers, int64 [b, h, s].
             query: [b, h, r, d].
+            sinks: Logits [h * r]; None for none.
         """
         kind = type(self.policy)
         chosen, second = None, None
@@ -283,7 +293,7 @@ class CompactCache(HostDrivenCache):
             newest = stored.position.amax((1, 2))[:, None]
             second = second_query(self.policy, stored, query.flatten(1, 2).unsqueeze(2), newest)
         if chosen is None and second is None:
-            output = attend_pages(self.pool, numbers, query)
+            output = attend_pages(self.pool, numbers, query, sinks)
             return Attended(output.flatten(1, 2).unsqueeze(2), (numbers >= 0).sum(-1))
         held = (numbers >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
         chosen = held if chosen is None else chosen & held

@@ -142,9 +142,16 @@ class DenseCache(HostDrivenCache):
     def step(self, layer: int, step: UnrotatedTokens) -> Attended:
         """Run `attend` on tokens before RoPE."""
         query, arrival = self._state.accumulated(layer, step).rotated()
-        return self.attend(layer, step.rows, query, arrival)
+        return self.attend(layer, step.rows, query, arrival, step.sinks)
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
+    def attend(
+        self,
+        layer: int,
+        rows: Tensor,
+        query: Tensor,
+        arrival: NewTokens,
+        sinks: Tensor | None = None,
+    ) -> Attended:
         """Store the arriving tokens, mask the evicted ones and compute attention."""
         grouped = by_group(query, arrival.key.shape[1])
         sequences = self._state.sequences(layer, rows, arrival.position, grouped)
@@ -162,7 +169,8 @@ class DenseCache(HostDrivenCache):
         assert stored.key is not None
         assert stored.value is not None
         second = second_query(self.policy, stored, query, arrival.position)
-        output, weights = _attend(query, stored.key, stored.value, wide, second)
+        content = stored.key, stored.value
+        output, weights = _attend(query, content, wide, second, sinks)
         if observes(self.policy):
             attention = received(weights, mask)
             stored = stored._replace(state=self.policy.observe(stored, attention))
@@ -257,23 +265,27 @@ class DenseSnapshot:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None
+    query: Tensor,
+    content: tuple[Tensor, Tensor],
+    mask: Tensor,
+    second: SecondQuery | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run `attend_slots` with a group's heads folded into its queries, so that no key is copied.
 
     Args:
         query: [b, h * r, n, d].
-        key: [b, h, t, d].
-        value: [b, h, t, d].
+        content: Keys and values, [b, h, t, d] each.
         mask: bool, [b, h, 1, n, t] or [b, h, r, n, t].
         second: Other queries for some of the slots; None for none.
+        sinks: Logits [h * r] in the denominators; None for none.
     """
     b, heads, n, d = query.shape
-    if n > 1:
-        return attend_slots(query, key, value, mask, second)
-    h = key.shape[1]
+    if n > 1 or sinks is not None:
+        return attend_slots(query, *content, mask, second, sinks)
+    h = content[0].shape[1]
     if second is not None:
         second = second._replace(query=second.query.view(b, h, -1, d))
     mask = mask.transpose(2, 3)
-    output, weights = attend_slots(query.view(b, h, -1, d), key, value, mask, second)
+    output, weights = attend_slots(query.view(b, h, -1, d), *content, mask, second)
     return output.reshape(b, heads, n, d), weights.reshape(b, heads, n, -1)

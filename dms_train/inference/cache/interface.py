@@ -54,6 +54,7 @@ class AttentionStep(NamedTuple):
         begins: Whether the cache is known to hold nothing of these sequences yet.
         table: `rotation_table` of `cos` and `sin`; None to compute it on demand.
         micro_batch: Index among the micro-batches of the pass, each of which visits every layer.
+        sinks: Logits [g * r] in the denominators of the softmax; None for none.
     """
 
     query: Tensor
@@ -69,6 +70,7 @@ class AttentionStep(NamedTuple):
     begins: bool = False
     table: Tensor | None = None
     micro_batch: int = 0
+    sinks: Tensor | None = None
 
     def decisions(self) -> Tensor | None:
         """Return the hard decisions by deciding token, bool [b, g, n]; None for a dense model."""

@@ -248,7 +248,8 @@ class PagedKVCache:
         for part in map(slice, range(0, b, together), range(together, b + together, together)):
             taken = sum(pages[part])
             whole = step.lengths is None
-            chunk = Chunk(step.rows[part], query[part], arrival.of(part), taken, step.begins, whole)
+            given = (step.rows[part], query[part], arrival.of(part))
+            chunk = Chunk(*given, taken, step.begins, whole, step.sinks)
             results.append(self._prefill(layer, chunk))
         if len(results) == 1:
             return results[0]
@@ -277,6 +278,7 @@ class PagedKVCache:
             position=step.position[:, 0],
             rows=step.rows,
             signal=signal,
+            sinks=step.sinks,
         )
         if layer == 0 and self._reserves:
             self.prepare(b)
@@ -314,7 +316,8 @@ class PagedKVCache:
             evicts = any(self._layer_rule(n).source != NEVER for n in range(self.lists_shape[0]))
             self._memory[b] = kernels.attention_workspace(rotated, cache, evicts=evicts)
         scale = token.query.shape[-1] ** -0.5
-        return kernels.attend(rotated, cache, token.rows, scale, self._memory[b])
+        memory = self._memory[b]
+        return kernels.attend(rotated, cache, token.rows, scale, memory, sinks=token.sinks)
 
     def _ring(self, layer: int) -> Tensor:
         """Return the ring of a layer, int32 [rows, h, w + 1]."""
@@ -344,7 +347,7 @@ class PagedKVCache:
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
         """Store and attend the next tokens of prompts with the kernels."""
         kernels = dispatch.triton_kernels()
-        rows, query, arrival, pages, begins, whole = tokens
+        rows, query, arrival, pages, begins, whole, sinks = tokens
         ring, rule = self._ring(layer), self._layer_rule(layer)
         window, (n, d) = ring.shape[-1] - 1, query.shape[2:]
         real = None if whole else arrival.position >= 0
@@ -374,6 +377,7 @@ class PagedKVCache:
                 window=window,
                 scale=d**-0.5,
                 evicts=rule.source != NEVER,
+                sinks=sinks,
             )
         except BaseException:  # `free` finds the pages of a KV list by its length
             self.lists.lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)

@@ -32,6 +32,7 @@ class Chunk(NamedTuple):
         pages: Most pages that the tokens take.
         begins: Whether the cache holds nothing of these prompts.
         whole: Whether no prompt has padding.
+        sinks: Logits [query heads] in the denominators; None for none.
     """
 
     rows: Tensor
@@ -40,6 +41,7 @@ class Chunk(NamedTuple):
     pages: int
     begins: bool = False
     whole: bool = False
+    sinks: Tensor | None = None
 
 
 def state_before(

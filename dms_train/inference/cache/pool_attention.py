@@ -11,6 +11,7 @@ from torch import Tensor
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.pool import PagePool
 from dms_train.kernels.decode.slots import SecondQuery, attend_slots
+from dms_train.kernels.sinks import softmax
 
 
 def pages_of(numbers: Tensor, page_slots: int) -> Tensor:
@@ -48,7 +49,9 @@ def attend_chosen(
     return Attended(output, read.sum(-1))
 
 
-def attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
+def attend_pages(
+    pool: PagePool, numbers: Tensor, query: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Run `attend_slots` with one query per head over all slots; returns [b, h, r, d].
 
     Pages are multiplied in the order in which the pool reads them; only scores and outputs are
@@ -58,6 +61,7 @@ def attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
         pool: Pool of the slots.
         numbers: Slot numbers of whole pages, int64 [b, h, s]; -1 after the last live one.
         query: [b, h, r, d].
+        sinks: Logits [h * r] in the denominators; None for none.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     b, h, r, d = query.shape
@@ -71,7 +75,8 @@ def attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
     by_list[chosen.order] = scores
     empty = (numbers < 0).view(b, h, columns, 1, size)
     by_list = by_list.view(b, h, columns, r, size).masked_fill(empty, torch.finfo(wide).min)
-    weights = by_list.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
+    by_head = None if sinks is None else sinks.view(h, r)
+    weights = softmax(by_list.transpose(2, 3).flatten(3), by_head)  # [b, h, r, s]
     by_page = weights.view(b, h, r, columns, size).transpose(2, 3).flatten(0, 2)
     value = pool.read_pages("value", chosen)
     page_outputs = by_page[chosen.order].to(value.dtype) @ value

@@ -202,7 +202,10 @@ class Attention(nn.Module):
         bias = a.add_qkv_bias
         self._widths = (queries, keys, keys)
         self.qkv_proj = nn.Linear(a.hidden_size, sum(self._widths), bias=bias)
-        self.o_proj = nn.Linear(queries, a.hidden_size, bias=False)
+        self.o_proj = nn.Linear(queries, a.hidden_size, bias=a.described.linear_bias)
+        self.sinks: nn.Parameter | None = None
+        if a.described.sinks:
+            self.sinks = nn.Parameter(torch.empty(a.num_attention_heads))
         self.q_norm, self.k_norm = self._head_norms(a)
         self.decision_projection = decision_projection and own.window is None
         if self.decision_projection:
@@ -264,6 +267,7 @@ class Attention(nn.Module):
                 begins=batch.begins,
                 table=angles.table,
                 micro_batch=index,
+                sinks=self.sinks,
             )
             attended = inputs.cache.step(self.layer, step)
             outputs.append(batch.flatten(attended.output.transpose(1, 2).flatten(2)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.models.blocks import swiglu
+from dms_train.kernels.layers.clamped_gate import clamped_swiglu
 
 _GROUPED_GPUS = (9, 10)  # major compute capabilities for which torch has a kernel
 
@@ -29,12 +30,22 @@ def can_group(x: Tensor) -> bool:
 
 
 class Experts(nn.Module):
-    """SwiGLU experts of one layer; their weights are stacked, [e, 2 f, c] and [e, c, f]."""
+    """Gated experts of one layer; their weights are stacked, [e, 2 f, c] and [e, c, f].
 
-    def __init__(self, count: int, hidden: int, width: int) -> None:
+    Their biases, if any, are [e, 2 f] and [e, c].
+    """
+
+    def __init__(self, a: Architecture) -> None:
         super().__init__()
+        assert a.experts is not None
+        count, hidden, width = a.experts.count, a.hidden_size, a.experts.ffn_hidden_size
+        self.gate = clamped_swiglu if a.described.clamped_gate else swiglu
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
+        self.gate_up_bias = self.down_bias = None
+        if a.described.linear_bias:
+            self.gate_up_bias = nn.Parameter(torch.empty(count, 2 * width))
+            self.down_bias = nn.Parameter(torch.empty(count, hidden))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Add up the outputs of each token's experts.
@@ -57,7 +68,11 @@ class Experts(nn.Module):
         numbers = torch.arange(len(self.down_proj), device=x.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
         inner = F.grouped_mm(x[order // chosen.shape[1]], self.gate_up_proj.mT, offs=ends)
-        output = F.grouped_mm(swiglu(inner), self.down_proj.mT, offs=ends)
+        if self.gate_up_bias is not None:
+            inner = inner + self.gate_up_bias[expert]
+        output = F.grouped_mm(self.gate(inner), self.down_proj.mT, offs=ends)
+        if self.down_bias is not None:
+            output = output + self.down_bias[expert]
         by_token = output[order.argsort()].view(*chosen.shape, -1)
         return (by_token * weights[..., None]).sum(1)
 
@@ -66,9 +81,16 @@ class Experts(nn.Module):
         shares = x.new_zeros(len(x), len(self.down_proj)).scatter_(1, chosen, weights)
         output = torch.zeros_like(x)
         for number, share in enumerate(shares.unbind(1)):
-            inner = swiglu(x @ self.gate_up_proj[number].mT)
-            output += share[:, None] * (inner @ self.down_proj[number].mT)
+            inner = self.gate(
+                F.linear(x, self.gate_up_proj[number], _row(self.gate_up_bias, number))
+            )
+            outer = F.linear(inner, self.down_proj[number], _row(self.down_bias, number))
+            output += share[:, None] * outer
         return output
+
+
+def _row(bias: Tensor | None, number: int) -> Tensor | None:
+    return None if bias is None else bias[number]
 
 
 class MixtureOfExperts(nn.Module):
@@ -78,13 +100,14 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         assert a.experts is not None
         self._topk, self._normalize = a.experts.topk, a.experts.normalize
-        self.gate = nn.Linear(a.hidden_size, a.experts.count, bias=False)
-        self.experts = Experts(a.experts.count, a.hidden_size, a.experts.ffn_hidden_size)
+        self.gate = nn.Linear(a.hidden_size, a.experts.count, bias=a.described.linear_bias)
+        self.experts = Experts(a)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update [t, c] of x [t, c]; the router computes in float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        shares = F.linear(x.to(wide), self.gate.weight.to(wide)).softmax(-1)
+        bias = None if self.gate.bias is None else self.gate.bias.to(wide)
+        shares = F.linear(x.to(wide), self.gate.weight.to(wide), bias).softmax(-1)
         weights, chosen = shares.topk(self._topk, -1)
         if self._normalize:
             weights = weights / weights.sum(-1, keepdim=True)

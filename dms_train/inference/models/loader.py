@@ -120,9 +120,11 @@ def _stored_names(name: str, architecture: Architecture) -> list[str]:
 def _expert_names(name: str, count: int) -> Iterator[str]:
     """Yield the stored tensors of a weight that stacks the experts of a layer."""
     layer, _, weight = name.partition(".experts.")
+    kind = "bias" if weight.endswith("_bias") else "weight"
+    weight = weight.replace("_bias", "_proj")
     for number in range(count):
         for projection in _MERGED.get(weight, (weight,)):
-            yield f"model.{layer}.experts.{number}.{projection}.weight"
+            yield f"model.{layer}.experts.{number}.{projection}.{kind}"
 
 
 def _assign(

@@ -52,6 +52,25 @@ class LocalLayers(CachePolicy):
         return at[:, None, :, None] - slots.position[:, :, None, :] >= window
 
 
-def with_windows(policy: CachePolicy, name: str, windows: list[int | None]) -> CachePolicy:
-    """Return the policy itself if no layer has a window, otherwise `LocalLayers`."""
-    return LocalLayers(policy, name, windows) if any(windows) else policy
+def with_windows(
+    policy: CachePolicy, name: str, windows: list[int | None], *, sinks: bool = False
+) -> CachePolicy:
+    """Return the policy itself if no layer has a window, otherwise `LocalLayers`.
+
+    Args:
+        policy: Policy of the layers without a window.
+        name: Its name in the options.
+        windows: As in `LocalLayers`.
+        sinks: Whether the model has attention sinks.
+
+    Raises:
+        InferenceError: The policy does not support the windows or the sinks.
+    """
+    if any(windows):
+        return LocalLayers(policy, name, windows)
+    if sinks and not isinstance(find_kernel_rule(policy), WindowRule):
+        raise InferenceError(
+            f"policy={name}: does not support models with attention sinks; use policy=auto, window "
+            "or keep_all"
+        )
+    return policy

@@ -91,6 +91,7 @@ class PagedAttention(Protocol):
         output: Tensor | None = None,
         logits: SlotLogits | None = None,
         readers: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute softmax(q k^T * scale) v over the live slots, in float32.
 
@@ -105,6 +106,7 @@ class PagedAttention(Protocol):
                 as they are.
             readers: int32 [r, h, p], heads of a query group that read a page of the table, as bits;
                 None for all. Not with FP8.
+            sinks: Logits [h * g] in the denominators of the heads; None for none.
 
         Returns:
             [b, h * g, d].

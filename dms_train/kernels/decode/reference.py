@@ -31,6 +31,7 @@ from dms_train.kernels.decode.types import (
     SlotLogits,
     Step,
 )
+from dms_train.kernels.sinks import softmax
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -212,6 +213,7 @@ def attend(
     output: Tensor | None = None,
     logits: SlotLogits | None = None,
     readers: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v over the live slots.
 
@@ -221,6 +223,7 @@ def attend(
     h = cache.lengths.shape[1]
     grouped = query.double().view(b, h, heads // h, d)
     result = torch.zeros_like(grouped)
+    by_group = [None] * h if sinks is None else sinks.double().view(h, -1)
     for i, row in enumerate(rows.tolist()):
         for head in range(h if row >= 0 else 0):
             key, value = live_slots(cache, row, head)
@@ -236,7 +239,7 @@ def attend(
                 scores = scores.masked_fill(reads == 0, -torch.inf)
             if logits is not None:
                 logits.totals[i * h + head] = scores.logsumexp(-1) / math.log(2)
-            result[i, head] = scores.softmax(-1) @ value
+            result[i, head] = softmax(scores, by_group[head]) @ value
     result = result.view(b, heads, d)
     return result if output is None else output.copy_(result)
 

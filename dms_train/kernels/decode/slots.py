@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dms_train.kernels.sinks import softmax
+
 
 class SecondQuery(NamedTuple):
     """Queries that read some of the slots instead of the main queries.
@@ -24,7 +26,12 @@ class SecondQuery(NamedTuple):
 
 
 def attend_slots(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    second: SecondQuery | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q k^T / sqrt(d) + mask) v; scores and softmax are at least float32.
 
@@ -35,6 +42,7 @@ def attend_slots(
         mask: bool, [b, h, 1, q, s] or [b, h, r, q, s]; True where a query reads a slot. A query
             that reads nothing has an unspecified, finite output.
         second: Other queries for some of the slots.
+        sinks: Logits [h * r] in the denominators; None for none.
 
     Returns:
         Output [b, h * r, q, d] in the dtype of `value`, and weights [b, h * r, q, s].
@@ -47,6 +55,6 @@ def attend_slots(
         other = second.query.reshape(b, key.shape[1], -1, q, d).to(wide) @ transposed * d**-0.5
         scores = torch.where(second.slots[:, :, None, None], other, scores)
     scores = scores.masked_fill(~mask, torch.finfo(wide).min)
-    weights = scores.softmax(-1)
+    weights = softmax(scores, None if sinks is None else sinks.view(key.shape[1], -1, 1))
     output = weights.to(value.dtype) @ value.unsqueeze(2)
     return output.reshape(b, heads, q, d), weights.reshape(b, heads, q, -1)

@@ -30,7 +30,7 @@ from dms_train.kernels.decode.types import (
 )
 from dms_train.kernels.launch import can_overlap
 
-_LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(1.4426950408889634)
 _FEW_LISTS = 16  # KV lists of an evicting policy with which a program has few tiles
 
 
@@ -153,11 +153,20 @@ def _fetch_tile(
 
 
 @triton.jit
+def _add_sinks(weight, peak, sink_ptr, R: tl.constexpr, R_PAD: tl.constexpr):
+    """Return the sums of weights [R_PAD] with the weights of the sinks of R heads."""
+    member = tl.arange(0, R_PAD)
+    sink = tl.load(sink_ptr + member, mask=member < R, other=float("-inf"))
+    return weight + tl.exp2(sink.to(tl.float32) * _LOG2E - peak)
+
+
+@triton.jit
 def _merge(
     part_ptr,
     weight_ptr,
     out_ptr,
     total_ptr,
+    sink_ptr,
     count,
     R: tl.constexpr,
     R_PAD: tl.constexpr,
@@ -184,6 +193,8 @@ def _merge(
         total = total * fade[:, None] + tl.sum(parts * factor[:, :, None], 0)
         weight = weight * fade + tl.sum(weights * factor, 0)
         peak = higher
+    if sink_ptr is not None:
+        weight = _add_sinks(weight, peak, sink_ptr, R, R_PAD)
     if total_ptr is not None:
         each = tl.arange(0, R_PAD)
         tl.store(total_ptr + each, peak + tl.log2(weight), mask=each < R)
@@ -208,6 +219,7 @@ def _decode_kernel(
     logit_ptr,
     total_ptr,
     heads_ptr,
+    sink_ptr,
     scale,
     kv_lists,
     heads,
@@ -269,7 +281,12 @@ def _decode_kernel(
             )  # fmt: skip
         out_at = out_ptr + kv_list * (R * D)
         within = member * D + channel
+        sinks_at = None
+        if sink_ptr is not None:
+            sinks_at = sink_ptr + kv_list % heads * R
         if (at == first) & (stop == last):
+            if sinks_at is not None:
+                weight = _add_sinks(weight, peak, sinks_at, R, R_PAD)
             output = tl.where(weight[:, None] > 0, sums / weight[:, None], 0.0)
             tl.store(out_at + within, output.to(out_ptr.dtype.element_ty), mask=real)
             if total_ptr is not None:
@@ -293,6 +310,7 @@ def _decode_kernel(
                     weight_ptr + part * (2 * R),
                     out_at,
                     None if total_ptr is None else total_ptr + kv_list * R,
+                    sinks_at,
                     count,
                     R,
                     MERGED,
@@ -313,6 +331,7 @@ def attend(
     output: Tensor | None = None,
     logits: SlotLogits | None = None,
     readers: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to the live slots in one kernel; see `PagedAttention.attend`."""
     b, all_heads, d = query.shape
@@ -336,7 +355,8 @@ def attend(
         None if logits is None else logits.logits,
         None if logits is None else logits.totals,
         readers,
-        scale * _LOG2E,
+        sinks,
+        scale * _LOG2E.value,
         b * h,
         h,
         cache.table.shape[-1],

@@ -168,6 +168,7 @@ class Step(NamedTuple):
         position: Integers [b], position of the token in its sequence.
         rows: Integers [b], cache rows, all different; -1 for an unused batch slot.
         signal: bool [b, h] for SIGNAL, whether the governed token is evicted.
+        sinks: Logits [h * g] in the denominators of the heads; None for none.
     """
 
     query: Tensor
@@ -178,6 +179,7 @@ class Step(NamedTuple):
     position: Tensor
     rows: Tensor
     signal: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class HeadNorms(NamedTuple):

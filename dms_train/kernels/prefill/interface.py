@@ -52,6 +52,7 @@ class PrefillKernels(Protocol):
         window: int,
         scale: float,
         evicts: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store the kept tokens of a chunk in the pages of a layer and compute its attention.
 
@@ -64,6 +65,7 @@ class PrefillKernels(Protocol):
             scale: Factor on the scores, above 0.
             evicts: Whether any token may be evicted. If not, torch's faster kernels compute a first
                 chunk; they do not read a list.
+            sinks: Logits [h * g] in the denominators of the heads; None for none.
 
         Returns:
             [b, h * g, n, d].

@@ -62,7 +62,13 @@ def count(
 
 
 def extend(
-    tokens: Tokens, chunk: PrefillChunk, pages: Pages, *, window: int, scale: float
+    tokens: Tokens,
+    chunk: PrefillChunk,
+    pages: Pages,
+    *,
+    window: int,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Append a chunk's kept tokens to the lists and compute attention of its last tokens.
 
@@ -74,6 +80,7 @@ def extend(
         pages: At least `chunk.lengths` slots, of the dtype of `tokens`.
         window: Distance up to which every key is read, in tokens.
         scale: Factor on the scores, above 0.
+        sinks: Logits [h * r] in the denominators of the heads; None for none.
 
     Returns:
         [b, h * r, n, d]; 0 for queries before the first token or without a key to read. Outputs
@@ -84,7 +91,7 @@ def extend(
         KernelError: Head counts or dtypes do not fit together.
     """
     _pack(tokens, chunk, pages)
-    return _attend(tokens, chunk, pages, window, scale)
+    return _attend(tokens, chunk, pages, window, scale, sinks)
 
 
 class PrefillState(NamedTuple):
@@ -158,13 +165,14 @@ def extend_prompt(
     window: int,
     scale: float,
     evicts: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Store a chunk and compute its attention; see `PrefillKernels.extend_prompt`."""
     from dms_train.kernels.prefill import triton_pack, triton_state
 
     if state.evicted.shape[-1] == 0:
-        if evicts:
-            return extend(tokens, chunk, pages, window=window, scale=scale)
+        if evicts or sinks is not None:
+            return extend(tokens, chunk, pages, window=window, scale=scale, sinks=sinks)
         _pack(tokens, chunk, pages)
         query, key, value = (x.transpose(1, 2) for x in tokens)
         return causal_attention(query, key, value, scale).transpose(1, 2)
@@ -176,7 +184,7 @@ def extend_prompt(
         triton_state.close_gaps(pages, state.lengths, slots)
     key, value = torch.cat([key, tokens.key], 2), torch.cat([value, tokens.value], 2)
     whole = Tokens(tokens.query, key, value)
-    return extend(whole, chunk, pages, window=window, scale=scale)
+    return extend(whole, chunk, pages, window=window, scale=scale, sinks=sinks)
 
 
 def state_after(chunk: PrefillChunk, state: PrefillState, window: int) -> PrefillState:
@@ -227,10 +235,17 @@ def _pack(tokens: Tokens, chunk: PrefillChunk, pages: Pages) -> None:
     triton_pack.pack_survivors(tokens.key, tokens.value, chunk, pages)
 
 
-def _attend(tokens: Tokens, chunk: PrefillChunk, pages: Pages, window: int, scale: float) -> Tensor:
+def _attend(
+    tokens: Tokens,
+    chunk: PrefillChunk,
+    pages: Pages,
+    window: int,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
     from dms_train.kernels.prefill import triton_attention as triton_prefill
 
-    call = triton_prefill.Call(tokens, chunk, pages, window, scale)
+    call = triton_prefill.Call(tokens, chunk, pages, window, scale, sinks)
     if triton_prefill.is_supported_on_hopper(call):
         from dms_train.kernels.prefill import triton_hopper as triton_prefill_hopper
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk, Tokens
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _slot_rows(table, first, BLOCK: tl.constexpr, PAGE: tl.constexpr):
 # lengths differ from call to call and are no reason to compile again
 @triton.jit(do_not_specialize=["heads", "group", "s", "n", "places", "newest", "window"])
 def _attend_kernel(
-    query, key, value, out, pages, table, evicted, edges, start, order,
+    query, key, value, out, pages, table, evicted, edges, start, order, sinks,
     q_strides, k_strides, v_strides, o_strides, heads, group, s, n, places, newest, window, factor,
     PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -113,6 +113,8 @@ def _attend_kernel(
         scores = tl.where(visible, scores, float("-inf"))
         v = _rows_at(value, j, v_strides[2], present, D, PADDED)
         acc, total, top = _fold(acc, total, top, scores, v, factor, PRECISION)
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - top)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     channels = tl.arange(0, PADDED)
     at = out + queries.to(tl.int64)[:, None] * o_strides[2] + channels
@@ -127,6 +129,7 @@ class Call(NamedTuple):
     pages: Pages
     window: int
     scale: float
+    sinks: Tensor | None = None
 
     @property
     def page_slots(self) -> int:
@@ -167,6 +170,7 @@ def is_supported_on_hopper(call: Call) -> bool:
     query = call.tokens.query
     return (
         query.is_cuda
+        and call.sinks is None
         and torch.cuda.get_device_capability(query.device)[0] == 9
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] in (64, 128, 256)
@@ -176,7 +180,7 @@ def is_supported_on_hopper(call: Call) -> bool:
 
 def attend(call: Call, tile: PrefillTiles | None = None) -> Tensor:
     """Compute the attention of `sparse.extend` on any GPU."""
-    (query, key, value), chunk, pages, window, scale = call
+    (query, key, value), chunk, pages, window, scale, sinks = call
     b, hq, n, d = query.shape
     h, s = key.shape[1:3]
     out = call.empty()
@@ -186,9 +190,9 @@ def attend(call: Call, tile: PrefillTiles | None = None) -> Tensor:
         tile = choose_tiles(query.dtype, d, capability)
     _attend_kernel[(triton.cdiv(n, tile.m) * hq * b,)](
         query, key, value, out, pages.pages, pages.table,
-        chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, call.order(),
+        chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, call.order(), sinks,
         query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3],
-        h, hq // h, s, n, pages.table.shape[-1], s - chunk.kept, window, scale * LOG2_E,
+        h, hq // h, s, n, pages.table.shape[-1], s - chunk.kept, window, scale * LOG2_E.value,
         PAGE=call.page_slots, D=d, PADDED=max(16, triton.next_power_of_2(d)), EDGE=EDGE,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         BLOCK_M=tile.m, BLOCK_N=tile.n, STAGES=tile.stages, num_warps=tile.warps,

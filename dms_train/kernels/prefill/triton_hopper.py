@@ -370,7 +370,7 @@ def choose_tiles(d: int) -> HopperPrefillTiles:
 
 def attend(call: Call, tile: HopperPrefillTiles | None = None) -> Tensor:
     """Compute the attention of `sparse.extend` on Hopper."""
-    (query, key, value), chunk, pages, window, scale = call
+    (query, key, value), chunk, pages, window, scale, _ = call
     b, hq, n, d = query.shape
     h, s = key.shape[1:3]
     keys, stages = tile or choose_tiles(d)
@@ -385,7 +385,7 @@ def attend(call: Call, tile: HopperPrefillTiles | None = None) -> Tensor:
         q_desc, k_desc, v_desc, _slots(pages.pages, keys), out, pages.table,
         chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, call.order(), taken,
         *q_steps, *k_steps, *v_steps, out.stride()[:3],
-        h, hq // h, s, n, pages.table.shape[-1], s - chunk.kept, window, jobs, scale * LOG2_E,
+        h, hq // h, s, n, pages.table.shape[-1], s - chunk.kept, window, jobs, scale * LOG2_E.value,
         PAGE=call.page_slots, EDGE=EDGE, STAGES=stages, num_warps=4,
     )  # fmt: skip
     return out

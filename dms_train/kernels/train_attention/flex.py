@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dms_train.kernels.errors import KernelError
@@ -34,6 +34,7 @@ def dms_attention(
     window: int | None,
     scale: float,
     cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention with a soft eviction bias; see `interface.DMSAttention`.
 
@@ -41,14 +42,15 @@ def dms_attention(
         KernelError: A gradient is required on a CPU; FlexAttention has none there.
     """
     require_one_sample(query, cu_seqlens)
-    if log_keep is None and cu_seqlens is None:
+    if log_keep is None and cu_seqlens is None and sinks is None:
         return causal_attention(query, key, value, scale)
-    leaves = [x for x in (query, key, value, log_keep) if x is not None]
+    leaves = [x for x in (query, key, value, log_keep, sinks) if x is not None]
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     if wants_gradient and query.device.type == "cpu":
         raise KernelError("FlexAttention has no backward pass on a CPU; use kernels=auto")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = _compiled()(
+    wanted = None if sinks is None else AuxRequest(lse=True)
+    result = _compiled()(
         q,
         k,
         v,
@@ -56,8 +58,13 @@ def dms_attention(
         block_mask=_block_mask(query.shape[1], query.device, cu_seqlens),
         scale=scale,
         enable_gqa=True,
+        return_aux=wanted,
     )
-    return out.transpose(1, 2)
+    if sinks is None:
+        return result.transpose(1, 2)
+    out, aux = result
+    share = (aux.lse - sinks[:, None]).sigmoid()  # of the denominator without the sink
+    return (out * share[..., None]).to(out.dtype).transpose(1, 2)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ class DMSAttention(Protocol):
         window: int | None,
         scale: float,
         cu_seqlens: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute softmax(q k^T * scale + causal + [i - j > window] log(1 - alpha_j)) v.
 
@@ -38,6 +39,8 @@ class DMSAttention(Protocol):
             cu_seqlens: Bounds of the documents packed into the sample (b = 1), int32
                 [documents + 1]; a query sees its own document only. None is one document per
                 sample.
+            sinks: Logits [hq], at least float32. exp(sink) is added to the denominator of every
+                softmax of the head. None adds nothing.
 
         Returns:
             [b, s, hq, d] in the dtype of `query`; scores and softmax are at least float32.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dms_train.kernels.sinks import softmax
 from dms_train.kernels.train_attention.documents import document_of, require_one_sample
 from dms_train.method.visibility import outside_window
 
@@ -17,6 +18,7 @@ def dms_attention(
     window: int | None,
     scale: float,
     cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q k^T * scale + causal + [i - j > window] log(1 - alpha_j)) v.
 
@@ -30,6 +32,7 @@ def dms_attention(
         cu_seqlens: Bounds of the documents packed into the sample (b = 1), int32
             [documents + 1], see `documents`; a query sees its own document only. None is
             one document for each sample.
+        sinks: Logits [hq] in the denominators, at least float32; None for none.
 
     Returns:
         [b, s, hq, d] in the dtype of `query`; scores and softmax are at least float32.
@@ -57,5 +60,6 @@ def dms_attention(
         documents = document_of(cu_seqlens, s)
         hidden |= documents[None, :] != documents[:, None]
     scores = scores + bias.masked_fill(hidden, float("-inf")).unsqueeze(2)
-    out = scores.softmax(-1).to(value.dtype) @ v
+    by_head = None if sinks is None else sinks.view(hk, -1, 1)
+    out = softmax(scores, by_head).to(value.dtype) @ v
     return out.permute(0, 3, 1, 2, 4).reshape(b, s, hq, d)

@@ -34,6 +34,8 @@ from dms_train.kernels.train_attention.triton_shape import (
     summed,
 )
 
+_LOG2E = 1.4426950408889634
+
 
 def dms_attention(
     query: Tensor,
@@ -43,6 +45,7 @@ def dms_attention(
     window: int | None,
     scale: float,
     cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention with a soft eviction bias; see `interface.DMSAttention`.
 
@@ -54,12 +57,13 @@ def dms_attention(
     """
     if window is None:
         raise KernelError("kernels=triton: has no bias that grows with distance; use kernels=auto")
-    if log_keep is None and cu_seqlens is None:
+    if log_keep is None and cu_seqlens is None and sinks is None:
         return causal_attention(query, key, value, scale)
     if log_keep is None:
         b, s, hk = key.shape[:3]
         log_keep = torch.zeros(b, hk, s, device=key.device)
-    inputs = query, key, value, log_keep.float(), window, scale, cu_seqlens
+    sinks = None if sinks is None else sinks.float()
+    inputs = query, key, value, log_keep.float(), sinks, window, scale, cu_seqlens
     if torch.compiler.is_compiling() or type(query) is not Tensor:  # such as a fake tensor
         return _operator(*inputs)[0]
     return _Attention.apply(*inputs)
@@ -85,6 +89,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     log_keep: Tensor,
+    sinks: Tensor | None,
     window: int,
     scale: float,
     cu_seqlens: Tensor | None,
@@ -99,17 +104,31 @@ def _attend(
         triton_train_hopper.forward(query, key, value, out, saved, problem)
     else:
         _forward(query, key, value, out, saved, problem)
+    if sinks is not None:
+        _add_sinks(out, saved.lse, sinks)
     return out, *saved
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add the sinks [hq] to the denominators of out [b, s, hq, d] and of lse; both are updated.
+
+    The backward kernels then need no change: they read lse and products with the output only.
+    """
+    lse = lse[..., : out.shape[1]]
+    whole = torch.logaddexp2(lse, sinks[:, None] * _LOG2E)
+    out.mul_(torch.exp2(lse - whole).transpose(1, 2)[..., None])
+    lse.copy_(whole)
 
 
 def _attend_backward(
     inputs: list[Tensor],
     saved: list[Tensor],
     d_out: Tensor,
+    sinks: Tensor | None,
     window: int,
     scale: float,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, out = inputs
     problem = _problem((query, key, value), window, scale, cu_seqlens)
     kept = Saved(*saved)
@@ -118,26 +137,32 @@ def _attend_backward(
     gradients.row_dots[(problem.b * problem.hq, problem.padded // 64)](
         rows, d_rows, delta, problem.s, problem.padded, problem.hq, D=problem.width, BLOCK=64
     )
+    d_sinks = query.new_zeros(0, dtype=torch.float32)
+    if sinks is not None:
+        share = torch.exp2(sinks[:, None] * _LOG2E - kept.lse[..., : problem.s])
+        d_sinks = -(share * delta[..., : problem.s]).sum((0, 2))
     if problem.plan.hopper and not torch.are_deterministic_algorithms_enabled():
         from dms_train.kernels.train_attention import triton_hopper as triton_train_hopper
 
-        return triton_train_hopper.backward(query, key, value, d_out, kept, delta, problem)
-    return _backward(query, key, value, d_out, kept, delta, problem)
+        d_heads = triton_train_hopper.backward(query, key, value, d_out, kept, delta, problem)
+    else:
+        d_heads = _backward(query, key, value, d_out, kept, delta, problem)
+    return *d_heads, d_sinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, ctx.window, ctx.scale, ctx.cu_seqlens = inputs
-    ctx.save_for_backward(query, key, value, *output)
+    query, key, value, _, sinks, ctx.window, ctx.scale, ctx.cu_seqlens = inputs
+    ctx.save_for_backward(sinks, query, key, value, *output)
 
 
 def _differentiated(
     backward: Callable[..., tuple[Tensor, ...]], ctx: Any, d_out: Tensor
 ) -> tuple[Tensor | None, ...]:
-    query, key, value, out, *saved = ctx.saved_tensors
-    d_inputs = backward(
-        [query, key, value, out], saved, d_out, ctx.window, ctx.scale, ctx.cu_seqlens
+    sinks, query, key, value, out, *saved = ctx.saved_tensors
+    *d_heads, d_sinks = backward(
+        [query, key, value, out], saved, d_out, sinks, ctx.window, ctx.scale, ctx.cu_seqlens
     )
-    return *d_inputs, None, None, None
+    return *d_heads, None if sinks is None else d_sinks, None, None, None
 
 
 _operator = torch.library.custom_op("dms_train::attention", mutates_args=())(_attend)
@@ -152,6 +177,7 @@ def _(
     key: Tensor,
     value: Tensor,
     log_keep: Tensor,
+    sinks: Tensor | None,
     window: int,
     scale: float,
     cu_seqlens: Tensor | None,
@@ -165,14 +191,17 @@ def _(
     inputs: list[Tensor],
     saved: list[Tensor],
     d_out: Tensor,
+    sinks: Tensor | None,
     window: int,
     scale: float,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, _ = inputs
     b, s, hk = key.shape[:3]
     dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
-    return dense[0], dense[1], dense[2], query.new_empty((b, hk, s), dtype=torch.float32)
+    d_log_keep = query.new_empty((b, hk, s), dtype=torch.float32)
+    d_sinks = query.new_empty(0 if sinks is None else len(sinks), dtype=torch.float32)
+    return dense[0], dense[1], dense[2], d_log_keep, d_sinks
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

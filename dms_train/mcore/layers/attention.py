@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
@@ -139,12 +141,27 @@ class CoreAttention(MegatronModule):
     """Module around the kernel call, for Megatron's spec and selective recomputation."""
 
     def __init__(
-        self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any
+        self,
+        config: Any,
+        method: MethodState,
+        sinks: bool = False,
+        softmax_scale: float | None = None,
+        **_: Any,
     ):
         super().__init__(config=config)
         self.method = method
         self.window: int | None = None  # of the layer, in tokens before the query
         self.scale = softmax_scale or config.kv_channels**-0.5
+        self.softmax_offset = self._sinks() if sinks else None
+
+    def _sinks(self) -> torch.nn.Parameter:
+        """Allocate the sinks of this tensor-parallel rank's heads, as megatron-core names them."""
+        config = self.config
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        device = torch.cuda.current_device()
+        sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=config.params_dtype))
+        tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        return sinks
 
     def forward(
         self,
@@ -167,9 +184,26 @@ class CoreAttention(MegatronModule):
         window = self.window
         if window is None and not self.method.spec.decays:
             window = self.method.spec.window
-        out = self.method.attend(q, k, v, log_keep, window, self.scale, cu_seqlens)
         s, b, n, d = query.shape
+        sinks = self._own_sinks(n)
+        out = self.method.attend(q, k, v, log_keep, window, self.scale, cu_seqlens, sinks)
         return out.view(b, s, n, d).transpose(0, 1).reshape(s, b, -1)
+
+    def _own_sinks(self, heads: int) -> Tensor | None:
+        """Return the sinks of the heads of this rank, of which context parallelism has a part."""
+        if self.softmax_offset is None:
+            return None
+        first = parallel_state.get_context_parallel_rank() * heads
+        return self.softmax_offset[first : first + heads].float()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the entries of a checkpoint by key; ranks share the sinks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
 
 class _LayerProjection(NamedTuple):

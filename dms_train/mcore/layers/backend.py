@@ -11,10 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dms_train.families import ModelFamily
+from dms_train.families.base import GATE_LIMIT
+from dms_train.kernels.layers.clamped_gate import clamped_swiglu
 from dms_train.mcore.compat import optimizer_parts
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers.overlap import ColumnLinear, RowLinear
@@ -62,15 +66,29 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def gate_options(family: ModelFamily) -> dict[str, Any]:
+    """Return the part of megatron-core's configuration that describes gates of MLPs or experts."""
+    if family.clamped_gate:
+        return {
+            "activation_func": quick_gelu,  # with GATE_ALPHA
+            "activation_func_clamp_value": GATE_LIMIT,
+            "glu_linear_offset": 1.0,
+        }
+    return {"activation_func": F.silu if family.activation == "silu" else gelu_tanh}
+
+
 class FusedGate(MegatronModule):
-    """Activation of a gated MLP as one kernel each way."""
+    """Activation of a gated MLP as one kernel each way, if it is not clamped."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.is_gelu = config.activation_func is gelu_tanh
+        self.clamps = config.activation_func_clamp_value is not None
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Return activation(gate) * up for [..., gate and up]."""
+        if self.clamps:
+            return clamped_swiglu(gate_and_up)
         from dms_train.kernels.layers.triton_gate import geglu, swiglu
 
         return geglu(gate_and_up) if self.is_gelu else swiglu(gate_and_up)

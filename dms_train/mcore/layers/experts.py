@@ -18,6 +18,17 @@ from dms_train.mcore.layers.backend import FusedGate
 from dms_train.mcore.options import ParallelOptions
 
 
+class _ExpertOutput(RowParallelLinear):
+    """Output projection of an expert, whose bias the ranks that share the expert add up."""
+
+    def forward(self, input_: Tensor) -> Any:
+        """Return this rank's part of the output [tokens, h], and of the bias."""
+        if self.bias is None:
+            return super().forward(input_)
+        # Megatron's function returns a view, to which its MLP could not add the bias in place
+        return F.linear(input_, self.weight), self.bias / self.tp_group.size()
+
+
 class _Experts(SequentialMLP):
     """Experts of this rank, one after the other; megatron-core's own linear layers."""
 
@@ -26,7 +37,7 @@ class _Experts(SequentialMLP):
     ) -> None:
         submodules = MLPSubmodules(
             linear_fc1=ColumnParallelLinear,
-            linear_fc2=RowParallelLinear,
+            linear_fc2=_ExpertOutput,
             activation_func=FusedGate,
         )
         super().__init__(count, config, submodules, pg_collection)
@@ -44,7 +55,8 @@ class _Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [s, b, experts] for the hidden states [s, b, h]."""
-        return F.linear(input.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
 
 
 class MixtureOfExperts(MoELayer):

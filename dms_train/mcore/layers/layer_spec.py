@@ -78,7 +78,9 @@ def _attention_spec(
         params={"attn_mask_type": AttnMaskType.causal, "method": method},
         submodules=SelfAttentionSubmodules(
             linear_qkv=linear_qkv,
-            core_attention=partial(CoreAttention, method=method),
+            core_attention=partial(
+                CoreAttention, method=method, sinks=architecture.described.sinks
+            ),
             linear_proj=linear_proj,
             **_head_norms(architecture, layer_backend.norm),
         ),

@@ -63,7 +63,7 @@ def _add_normed(
 
 
 class ResidualLayer(TransformerLayer):
-    """Megatron's layer with `ResidualNorm`; it has neither biases nor dropout to add."""
+    """Megatron's layer with `ResidualNorm`; it has no dropout."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,4 +78,5 @@ class ResidualLayer(TransformerLayer):
     def _add_attention(
         self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float
     ) -> Tensor:
-        return self.pre_mlp_layernorm.join(residual, output_with_bias[0])
+        update, bias = output_with_bias
+        return self.pre_mlp_layernorm.join(residual, update if bias is None else update + bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dms_train.families import ParameterMap
+from dms_train.families.base import LOCAL_EXPERTS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore.groups import ParallelView
@@ -94,12 +96,20 @@ def _divide(architecture: Architecture, width: int, limit: float) -> list[list[P
     shapes = expected_shapes(architecture)
     shards: list[list[ParameterMap]] = [[]]
     taken = 0
-    for entry in mapping.entries(architecture):
-        size = width * sum(math.prod(shapes[name]) for name in entry.hf)
+    together = architecture.described.stacked_experts
+
+    def unit(entry: ParameterMap) -> str:
+        """Name what a shard must hold whole: a parameter, or the experts of a layer."""
+        layer, experts, _ = entry.megatron.partition(LOCAL_EXPERTS)
+        return layer if experts and together else entry.megatron
+
+    for _, group in groupby(mapping.entries(architecture), unit):
+        entries = list(group)
+        size = width * sum(math.prod(shapes[name]) for entry in entries for name in entry.hf)
         if shards[-1] and taken + size > limit:
             shards.append([])
             taken = 0
-        shards[-1].append(entry)
+        shards[-1] += entries
         taken += size
     return shards
 

@@ -32,7 +32,7 @@ from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.layers.backend import LayerBackend, gelu_tanh
+from dms_train.mcore.layers.backend import LayerBackend, gate_options
 from dms_train.mcore.layers.context import heads_group, sequence_shards
 from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
@@ -56,7 +56,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
     dtype = torch.bfloat16 if options.params_dtype == "bf16" else torch.float32
     full = options.recompute_granularity == "full"
     interleaved = options.virtual_pipeline_model_parallel_size is not None
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
         # with two widths megatron would copy this configuration, which may refer to process groups
@@ -74,7 +74,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         normalization="RMSNorm",
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=F.silu if a.described.activation == "silu" else gelu_tanh,
+        **gate_options(a.described),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -103,6 +103,9 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         hetereogenous_dist_checkpoint=len(a.method_layers) < a.num_layers,
         **expert_options(a, options),
     )
+    # megatron refuses biases of experts that ranks share, which `layers.experts` adds up
+    config.add_bias_linear = a.described.linear_bias
+    return config
 
 
 def rope_arguments(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -131,6 +131,18 @@ def test_a_much_faster_layout_is_named(monkeypatch, capsys, tmp_path):
     assert "hint" not in plan_of_32b(monkeypatch, capsys, tmp_path)  # the experiment's own layout
 
 
+def test_a_plan_for_an_assumed_gpu_says_that_it_does_not_fit(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(configs.KNOWN["qwen_r1_32b"])))
+    words = ["experiment=qwen_r1_32b", f"model.path={tmp_path}"]
+    assert run_plan(monkeypatch, *words) == 0
+    text = capsys.readouterr().out
+    assert ", so it does not fit; this GPU is assumed, name another one with --gpu" in text
+    (hint,) = (line for line in text.splitlines() if line.startswith("hint"))
+    overrides = [word.rstrip(";") for word in hint.split() if "=" in word]
+    assert run_plan(monkeypatch, *words, "--world-size=16", "--gpu=h100", *overrides) == 0
+    assert "does not fit" not in capsys.readouterr().out
+
+
 def test_ratios_of_layers_and_memory_of_the_host_are_named(monkeypatch, capsys):
     words = ["stage.retrofit.layer_ratios={0:2,1:3}", "teacher.offload=true"]
     assert run_plan(monkeypatch, "experiment=demo", *words) == 0

@@ -34,12 +34,12 @@ DIGESTS = {
     "configuration_dms.py": "2497496dca73020c",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
-    "generation_dms.py": "661642c9e2f29633",
+    "generation_dms.py": "3d393de9077a05d5",
     "modeling_dmc.py": "476fa4929cbba9ba",
-    "modeling_dms.py": "51e65a986b266d72",
+    "modeling_dms.py": "4787b5a07edb37ac",
     "modeling_llama_dmc.py": "35f8867b1790fa60",
     "modeling_llama_dms.py": "5f028f82cf0840af",
-    "pages_dms.py": "401169469d6e9ab6",
+    "pages_dms.py": "6ecfdfc934f3df86",
     "pool_dms.py": "690718436cb3fbbf",
 }
 SHIPPED = Path(dms_train.export.__file__).parent / "shipped"

@@ -42,16 +42,25 @@ def test_a_family_is_named_like_its_module_and_its_classes_in_transformers(famil
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_of_a_layer_are_those_of_transformers(family, tmp_path):
-    sizes = {"hidden": 24, "ffn": 40, "head": 8, "query": 32, "key": 16}
-    sizes |= {"experts": 3, "expert_ffn": 12}
+    stacks = FAMILIES[family].stacked_experts
+    sizes = {"hidden": 24, "ffn": 40, "head": 8, "query": 32, "key": 16, "heads": 4}
+    sizes |= {"experts": 3, "expert_ffn": 40 if stacks else 12}
     experts = 3 if FAMILIES[family].has_experts else 0
     described = {
         name: tuple(sizes[dimension] for dimension in dimensions)
         for name, dimensions in FAMILIES[family].layer_tensors(experts).items()
     }
     joined = {
-        f"{s}.weight": [f"{m}.weight" for m in ms] for s, ms in FAMILIES[family].stored.items()
+        f"{s}.{kind}": [f"{m}.{kind}" for m in ms]
+        for s, ms in FAMILIES[family].stored.items()
+        for kind in ("weight", "bias")
+        if f"{ms[0]}.{kind}" in described
     }
+    if stacks:  # inputs before outputs, and gate and up projection in one tensor
+        described = {n: s for n, s in described.items() if "mlp.experts." not in n}
+        described |= {"mlp.experts.gate_up_proj": (3, 24, 80), "mlp.experts.down_proj": (3, 40, 24)}
+        biases = {"gate_up_proj_bias": (3, 80), "down_proj_bias": (3, 24)}
+        described |= {f"mlp.experts.{name}": shape for name, shape in biases.items()}
     parts = {name: [described.pop(part) for part in own] for name, own in joined.items()}
     described |= {name: (sum(p[0] for p in own), *own[0][1:]) for name, own in parts.items()}
     tiny_model(family).save_pretrained(tmp_path)

@@ -38,10 +38,14 @@ def stories() -> Path:
 
 
 LAYERS = {
+    "gpt_oss": (LayerAttention(rotary_base=5e5, window=7), LayerAttention(rotary_base=5e5)),
     "gemma3_text": (LayerAttention(rotary_base=1e4, window=7), LayerAttention(rotary_base=1e6)),
     "olmo3": (LayerAttention(rotary_base=5e5, window=7), LayerAttention(rotary_base=5e5)),
     "smollm3": (LayerAttention(rotary_base=None), LayerAttention(rotary_base=1e6)),
 }
+
+
+RULES = {"gpt_oss": yarn.UNROUNDED, "olmo3": yarn.RULE}
 
 
 def _architecture(family: str) -> Architecture:
@@ -56,16 +60,16 @@ def _architecture(family: str) -> Architecture:
         family=family,
         num_layers=2,
         hidden_size=32,
-        ffn_hidden_size=48,
+        ffn_hidden_size=24 if family == "gpt_oss" else 48,
         num_attention_heads=4,
         num_query_groups=2,
         kv_channels=8,
         vocab_size=61,
         max_position_embeddings=256,
-        rotary_base={"llama": 1e4, "olmo3": 5e5}.get(family, 1e6),
+        rotary_base={"llama": 1e4, "gpt_oss": 5e5, "olmo3": 5e5}.get(family, 1e6),
         layernorm_epsilon=1e-6,
         tie_word_embeddings=family in ("qwen3", "gemma3_text"),
-        rope_scaling={"llama": llama3, "gemma3_text": linear, "olmo3": yarn.RULE}.get(family),
+        rope_scaling={**RULES, "llama": llama3, "gemma3_text": linear}.get(family),
         experts=experts_of(family),
         layers=LAYERS.get(family, ()),
         query_scalar=5 if family == "gemma3_text" else None,
@@ -87,7 +91,7 @@ def _weights(a: Architecture, seed: int = 0) -> Weights:
         if "norm" in name:
             weights[name] = 0.2 * noise + (0.0 if FAMILIES[a.family].centered_norms else 1.0)
         else:
-            weights[name] = noise * (0.3 if name.endswith("bias") else shape[-1] ** -0.5)
+            weights[name] = noise * (0.3 if name.endswith(("bias", "sinks")) else shape[-1] ** -0.5)
     weights["model.embed_tokens.weight"] *= 4.0
     return weights
 
@@ -101,6 +105,8 @@ def random_weights() -> Callable[..., Weights]:
 def in_memory(weights: Weights, a: Architecture) -> Weights:
     """The tensors as transformers 5 holds them: one tensor for the experts of a layer."""
     files = to_stored(a, weights.items())
+    if a.described.stacked_experts:
+        return dict(files)
     joined = {name: tensor for name, tensor in files if ".experts." not in name}
     for layer in range(a.num_layers if a.experts else 0):
         at = f"model.layers.{layer}.mlp.experts"
@@ -134,7 +140,7 @@ def _frequencies(a: Architecture) -> Tensor:
     inverse = base ** -(torch.arange(0, rotated, 2).double() / rotated)
     inverse = torch.cat([inverse, inverse.new_zeros((a.kv_channels - rotated) // 2)])
     s = a.rope_scaling
-    if s is None or a.layers[0].window is not None:
+    if s is None or (a.layers[0].window is not None and a.family != "gpt_oss"):
         return inverse
     if s.rope_type == "linear":
         return inverse / s.factor
@@ -149,7 +155,7 @@ def _frequencies(a: Architecture) -> Tensor:
 def _rotate(x: Tensor, a: Architecture) -> Tensor:
     angle = torch.arange(x.shape[0]).double()[:, None] * _frequencies(a)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    if a.family == "olmo3" and a.layers[0].window is None:
+    if a.family == "gpt_oss" or (a.family == "olmo3" and a.layers[0].window is None):
         x = x * a.rope_scaling.attention_factor
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -185,8 +191,12 @@ def _attention(
     for head in range(a.num_attention_heads):
         scores = q[:, head] @ k[:, head // group].T / math.sqrt(a.query_scalar or a.kv_channels)
         scores = scores.masked_fill(~allowed[head // group], -torch.inf)
-        outputs.append(scores.softmax(-1) @ states["v"][:, head // group])
-    return torch.cat(outputs, -1) @ w("o_proj.weight").T, decision
+        weights = scores.softmax(-1)
+        if a.family == "gpt_oss":
+            weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + w("sinks")[head].exp())
+        outputs.append(weights @ states["v"][:, head // group])
+    update = torch.cat(outputs, -1) @ w("o_proj.weight").T
+    return update + (w("o_proj.bias") if a.family == "gpt_oss" else 0), decision
 
 
 def _swiglu(x: Tensor, w: Callable[[str], Tensor], prefix: str = "") -> Tensor:
@@ -198,6 +208,24 @@ def _geglu(x: Tensor, w: Callable[[str], Tensor]) -> Tensor:
     gate, up = (x @ w(f"{n}_proj").T for n in ("gate", "up"))
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return (gate * (1 + inner.tanh()) / 2 * up) @ w("down_proj").T
+
+
+def _clamped_swiglu(x: Tensor, w: Callable[[str], Tensor], prefix: str) -> Tensor:
+    gate, up = (
+        x @ w(f"{prefix}{n}_proj.weight").T + w(f"{prefix}{n}_proj.bias") for n in ("gate", "up")
+    )
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    inner = (up + 1) * gate / (1 + (-1.702 * gate).exp())
+    return inner @ w(f"{prefix}down_proj.weight").T + w(f"{prefix}down_proj.bias")
+
+
+def _biased_mixture(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
+    """Experts of gpt-oss: a softmax over the best logits of the router."""
+    logits = x @ w("gate.weight").T + w("gate.bias")
+    best = logits.topk(a.experts.topk).values
+    shares = logits.masked_fill(logits < best[:, -1:], -torch.inf).softmax(-1)
+    outputs = [_clamped_swiglu(x, w, f"experts.{n}.") for n in range(a.experts.count)]
+    return (torch.stack(outputs, 1) * shares[..., None]).sum(1)
 
 
 def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
@@ -233,7 +261,10 @@ def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tupl
         if alone.layers[0].window is None:
             decisions.append(decision)
         normed = x if olmo else _norm(x, w[at + before_mlp], a)
-        update = _mlp(normed, lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
+        if a.family == "gpt_oss":
+            update = _biased_mixture(normed, lambda n, at=at: w[f"{at}mlp.{n}"], a)
+        else:
+            update = _mlp(normed, lambda n, at=at: w[f"{at}mlp.{n}.weight"], a)
         if sandwich or olmo:
             update = _norm(update, w[at + "post_feedforward_layernorm.weight"], a)
         x = x + update

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dms_train.hf.directory import INDEX_FILE, SINGLE_FILE, WeightReader, WeightWriter, resolve
 from dms_train.hf.json_files import read_config
+from dms_train.hf.text_files import read_lines
 
 TENSORS = {f"layer.{i}": torch.full((4, 4), float(i)) for i in range(5)}
 
@@ -130,6 +131,21 @@ def test_no_weights(tmp_path):
         WeightReader(tmp_path)
 
 
+def test_git_lfs_pointers_are_named(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 19572\n"
+    reads = {
+        SINGLE_FILE: WeightReader,
+        "config.json": read_config,
+        "model.gguf": lambda folder: resolve(folder / "model.gguf"),
+        "rows.jsonl": lambda folder: read_lines(folder / "rows.jsonl"),
+    }
+    for name, read in reads.items():
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(ValueError, match=rf"{name}: a Git LFS pointer.* `git lfs pull`"):
+            read(tmp_path)
+        (tmp_path / name).unlink()
+
+
 def test_foreign_files_are_read(tmp_path):
     save_file({"x": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / SINGLE_FILE)
     assert WeightReader(tmp_path).dtype("x") == "BF16"
@@ -140,7 +156,8 @@ def test_foreign_files_are_read(tmp_path):
     [
         (None, FileNotFoundError, "no such file"),
         ("{", ValueError, "not valid JSON"),
-        ("[]", ValueError, "expected a JSON object"),
+        ("[]", ValueError, r"expected a JSON object, found \[\]"),
+        ("null", ValueError, "expected a JSON object, found null"),
     ],
 )
 def test_broken_config(tmp_path, text, kind, named):

@@ -34,7 +34,7 @@ def tiny_architecture(family: str, tied: bool = False):
 def varied_weights(a, seed: int):
     """Draw random weights that keep greedy continuations from repeating one token."""
     # with these all families evict a third to a half
-    drawn = {"glm4": 3, "qwen3_moe": 4}.get(a.family, 2)
+    drawn = {"glm4": 3, "gpt_oss": 8, "qwen3_moe": 4}.get(a.family, 2)
     weights = hf._weights(a, seed + drawn)
     weights["model.embed_tokens.weight"] *= 0.25
     if not a.tie_word_embeddings:

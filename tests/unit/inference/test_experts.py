@@ -14,6 +14,7 @@ from dms_train.hf.architecture import Experts as Sizes
 from dms_train.inference.llm import LLM
 from dms_train.inference.models.experts import Experts, MixtureOfExperts
 from dms_train.inference.options import SamplingParams
+from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import (
     random_ids,
     tiny_architecture,
@@ -72,6 +73,31 @@ def test_a_model_with_one_expert_is_a_model_with_an_mlp(tmp_path: Path) -> None:
         for name in ("experts", "mlp")
     )
     assert found == same
+
+
+@pytest.mark.parametrize("way", ["_grouped", "_every_expert"])
+def test_experts_may_have_biases_and_clamped_gates(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    a = tiny_architecture("gpt_oss")
+    module = MixtureOfExperts(a).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for weight in module.parameters():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    monkeypatch.setattr(Experts, "forward", getattr(Experts, way))
+    named = {f"gate.{name}": value for name, value in module.gate.named_parameters()}
+    stacked, bias = module.experts.gate_up_proj, module.experts.gate_up_bias
+    for n in range(a.experts.count):
+        at = f"experts.{n}."
+        for half, projection in enumerate(("gate_proj", "up_proj")):
+            named[f"{at}{projection}.weight"] = stacked[n].chunk(2)[half]
+            named[f"{at}{projection}.bias"] = bias[n].chunk(2)[half]
+        named[f"{at}down_proj.weight"] = module.experts.down_proj[n]
+        named[f"{at}down_proj.bias"] = module.experts.down_bias[n]
+    x = 4 * tokens() - 2
+    truth = hf._biased_mixture(x.double(), lambda name: named[name].double(), a)
+    assert (x @ stacked[0].T).abs().max() > 10  # beyond the clamps
+    torch.testing.assert_close(module(x).double(), truth, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("way", ["_grouped", "_every_expert"])

@@ -83,6 +83,7 @@ CASES = [
     (19, "qwen3", "dms_nvidia", {}),
     (19, "llama", "dms_fastdms", {}),
     (19, "qwen2", "dms", {"eviction": "immediate"}),
+    (19, "gpt_oss", "dms", {}),
 ]
 
 

@@ -54,7 +54,7 @@ def modelling(m):
 
 
 def caches(m):
-    numbers = m.model.layers[0].self_attn.dms.numbers
+    numbers = [layer.self_attn.dms.numbers for layer in m.model.layers]
     return {"none": None, "masked": DynamicCache(), "freed": modelling(m).DMSCache(numbers, 2)}
 
 
@@ -76,6 +76,7 @@ CASES = [
     ("qwen3", "dms_nvidia", {}),
     ("llama", "dms_fastdms", {}),
     ("qwen2", "dms", {"eviction": "immediate"}),
+    ("gpt_oss", "dms", {}),
 ]
 
 
@@ -142,8 +143,9 @@ def test_packed_texts_do_not_see_each_other(model):
     assert_same(packed, torch.cat([logits(m, text) for text in texts], 1))
 
 
-def test_a_mask_of_the_caller(model):
-    m, tokens = model("llama", "dms"), ids(40)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])
+def test_a_mask_of_the_caller(model, family):
+    m, tokens = model(family, "dms"), ids(40)
     free = torch.full((40, 40), torch.finfo(torch.float32).min).triu(1)
     assert_same(logits(m, tokens, attention_mask=free[None, None]), logits(m, tokens))
     free[20:, :5] = torch.finfo(torch.float32).min

@@ -16,6 +16,8 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
+from dms_train.inference.policies.local_layers import with_windows
+from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels import dispatch
 from dms_train.server.generation import _kv_usage
 from tests.unit.hf import conftest as hf
@@ -151,3 +153,25 @@ def test_other_policies_are_refused(exports):
 def test_fp8_is_refused_with_the_option_that_changes_it(exports):
     with pytest.raises(InferenceError, match=r"cache_dtype=fp8: models with .* cache_dtype=auto$"):
         LLM(exports["dms"], device=DEVICE.type, cache_dtype="fp8")
+
+
+def test_policies_that_read_attention_refuse_sinks(folder):
+    """Also where no layer has a window: sinks change the weights that they read."""
+    kept, read = build_policy("keep_all", {}, None), build_policy("h2o", {"budget": 8}, None)
+    assert with_windows(kept, "keep_all", [None], sinks=True) is kept
+    with pytest.raises(InferenceError, match="policy=h2o: does not support models with attention"):
+        with_windows(read, "h2o", [None], sinks=True)
+    with pytest.raises(InferenceError, match="policy=tova: does not support models with sliding"):
+        LLM(folder("gpt_oss", small_spec("dms")), policy="tova", policy_options={"budget": 8})
+
+
+@pytest.mark.parametrize("policy", ["auto", "window", "keep_all"])
+def test_the_dense_cache_has_sinks_too(folder, policy):
+    directory = folder("gpt_oss", small_spec("dms"))
+    found = [
+        LLM(directory, cache=cache, policy=policy, prefill_chunk=7).generate(
+            [random_ids(17, seed=2)], GREEDY
+        )
+        for cache in ("compact", "dense")
+    ]
+    assert found[0][0].outputs[0].token_ids == found[1][0].outputs[0].token_ids

@@ -141,6 +141,7 @@ CHUNKS_PASS, ONE_PASS = "chunk after chunk", "one pass"
         ("gemma3_text", "auto", "dms", CHUNKS_PASS),
         pytest.param("gemma3_text", "auto", "dms", ONE_PASS, marks=pytest.mark.slow),
         pytest.param("olmo3", "auto", "dms", CHUNKS_PASS, marks=pytest.mark.slow),
+        ("gpt_oss", "auto", "dms", ONE_PASS),
     ],
     indirect=["prompts_pass"],
 )

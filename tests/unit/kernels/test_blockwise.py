@@ -86,3 +86,33 @@ def test_lower_precisions_stay_near_float64(dtype: torch.dtype, tolerance: float
     assert ours[0].dtype == dtype
     for a, b in zip(ours, theirs, strict=True):
         assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("length", [5, 200])
+def test_sinks_take_their_part_of_every_softmax(length: int, biased: bool) -> None:
+    leaves, d_out = problem(length, (4, 2), torch.float64)
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 4.0], dtype=torch.float64, requires_grad=True)
+    bias = leaves.pop()
+
+    def with_sinks(attention: object) -> list[Tensor]:
+        heads = (*leaves, bias if biased else None)
+        out = attention(*heads, 16, 0.37, sinks=sinks)  # type: ignore[operator]
+        return [out.detach(), *torch.autograd.grad(out, [*leaves, sinks], d_out)]
+
+    ours, theirs = with_sinks(blockwise.dms_attention), with_sinks(reference.dms_attention)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_sink_is_a_key_with_a_fixed_score_and_no_value() -> None:
+    leaves, _ = problem(30, (2, 2), torch.float64)
+    q, k, v, _ = (x.detach() for x in leaves)
+    sinks = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    out = reference.dms_attention(q, k, v, None, 16, 0.37, sinks=sinks)
+    for i in range(30):
+        scores = torch.einsum("bhd,bjhd->bhj", q[:, i], k[:, : i + 1]) * 0.37
+        numerators = scores.exp()
+        weights = numerators / (numerators.sum(-1) + sinks.exp())[..., None]
+        expected = torch.einsum("bhj,bjhd->bhd", weights, v[:, : i + 1])
+        torch.testing.assert_close(out[:, i], expected, rtol=1e-12, atol=1e-12)

@@ -42,10 +42,10 @@ def attend():
     """Attention with a few programs, so that KV lists are cut in the middle."""
     from dms_train.kernels.decode import triton_attention as triton_decode
 
-    def _attend(query, cache, rows, scale, per_sm=1):
+    def _attend(query, cache, rows, scale, per_sm=1, sinks=None):
         tuning = AttentionTuning(tile=16, per_sm=per_sm)
         memory = triton_decode.attention_workspace(query, cache, tuning)
-        output = triton_decode.attend(query, cache, rows, scale, memory)
+        output = triton_decode.attend(query, cache, rows, scale, memory, sinks=sinks)
         assert int(memory.arrived.abs().sum()) == 0
         return output
 
@@ -85,19 +85,20 @@ def test_append_of_odd_sizes(append, d, group):
     problems.check_append(append, shape, problems.rules(5)["kv_list"], 12)
 
 
-@pytest.mark.parametrize("per_sm", [1, 3, 20])
+@pytest.mark.parametrize(("per_sm", "sinks"), [(1, False), (3, True), (20, False), (20, True)])
 @pytest.mark.parametrize("cache", [torch.float32, FP8])
 @pytest.mark.parametrize(("d", "group"), [(16, 2), (24, 3), (32, 1)])
-def test_attention_equals_float64(attend, per_sm, cache, d, group):
+def test_attention_equals_float64(attend, per_sm, sinks, cache, d, group):
     """KV lists from empty to full, one place of the batch unused, programs without work."""
     dtype = torch.float16 if cache == FP8 else torch.float32
     shape = Shape(d=d, group=group, dtype=dtype, cache_dtype=cache, device=DEVICE, seed=per_sm)
     lengths = torch.tensor([[0, 5], [1, 64], [33, 16]], dtype=torch.int32, device=DEVICE)
 
-    def few(*args):
-        return attend(*args, per_sm=per_sm)
+    def few(*args, **more):
+        return attend(*args, per_sm=per_sm, **more)
 
-    problems.check_attend(few, shape, lengths, 1e-5 if cache == torch.float32 else 2e-3)
+    tolerance = 1e-5 if cache == torch.float32 else 2e-3
+    problems.check_attend(few, shape, lengths, tolerance, sinks=sinks)
 
 
 @pytest.mark.parametrize("preset", ["dms", "dms_fastdms"])

@@ -94,3 +94,13 @@ def test_a_gradient_on_a_cpu_is_refused_in_one_line() -> None:
         flex.dms_attention(*leaves, 9, 0.37)
     with torch.no_grad():
         assert flex.dms_attention(*leaves, 9, 0.37).isfinite().all()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_sinks_take_their_part_of_every_softmax(biased: bool) -> None:
+    leaves = problem(1, (4, 2), 150)
+    leaves[3:] = leaves[3:] if biased else [None]  # type: ignore[list-item]
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 4.0])
+    ours = flex.dms_attention(*leaves, 9, 0.37, sinks=sinks)
+    theirs = reference.dms_attention(*leaves, 9, 0.37, sinks=sinks)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -35,6 +35,7 @@ CASES = [
     Prompt(h=4, s=300, window=37, odds=0.95, page_slots=128),
     Prompt(d=64, s=100, window=5),
     Prompt(d=8, s=100, window=5),
+    Prompt(b=2, h=3, s=70, window=9, odds=0.9, sinks=True),
 ]
 
 
@@ -52,6 +53,19 @@ def test_a_prompt_in_chunks_equals_masked_dense_attention(
     sizes: list[int], shift: int, odds: float
 ) -> None:
     check_chunks(InChunks(Prompt(b=2, odds=odds), sizes, shift))
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_chunks_of_heads_with_sinks_equal_masked_dense_attention(evicts: bool) -> None:
+    p = Prompt(b=2, s=90, odds=0.7 if evicts else 0.0, sinks=True)
+    check_chunks(InChunks(p, [40, 50], 1))
+    query, key, value, evicted = p.tensors()
+    state = prefill.nothing(p.b, p.h, torch.device("cpu"))
+    chunk = prefill.plan_chunk(evicted, state, p.window)
+    pages = prefill.fresh_pages(key, p.s, 16)
+    tokens = Tokens(query, key, value)
+    out = prefill.extend_prompt(tokens, chunk, state, pages, **p.how, evicts=evicts)
+    assert_near(out, expected_output(query, key, value, evicted, p))
 
 
 @pytest.mark.parametrize("odds", [0.5, 1.0])

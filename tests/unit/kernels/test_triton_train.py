@@ -34,6 +34,8 @@ SHAPES = [
     Shape(1, 90, 2, 2, 16, 40, documents=(50, 40)),
     Shape(1, 60, 2, 1, 16, 0, documents=(0, 33, 0, 27)),
     Shape(2, 64, 2, 2, 16, 2**31 - 1),
+    Shape(2, 70, 4, 2, 21, 8, sinks=True),
+    Shape(1, 60, 2, 1, 16, 9, documents=(0, 33, 0, 27), sinks=True),
 ]
 
 
@@ -84,7 +86,7 @@ def test_tiles_evicted_for_good_are_left_out(tiles) -> None:
     out = triton_train.dms_attention(*inputs, shape.window, 0.25)
     assert out[:, :16].isnan().any()
     assert not out[:, 32:].isnan().any()
-    _, _, _, _, counts = triton_train._attend(*inputs, shape.window, 0.25, None)
+    _, _, _, _, counts = triton_train._attend(*inputs, None, shape.window, 0.25, None)
     assert counts[0].tolist()[:2] == [0, 0]
 
 
@@ -163,13 +165,15 @@ def test_an_expanded_gradient_is_taken(tiles) -> None:
     assert max(distances(found, exact(inputs, dense, shape))) < 2e-6
 
 
-def _loss(q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor) -> Tensor:
-    return (triton_train.dms_attention(q * 1.5, k, v, log_keep, 8, 0.25) ** 2).sum()
+def _loss(q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, sinks: Tensor | None = None) -> Tensor:
+    out = triton_train.dms_attention(q * 1.5, k, v, log_keep, 8, 0.25, sinks=sinks)
+    return (out**2).sum()
 
 
 @pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
-def test_compiled_and_recomputed_it_gives_the_same_gradients(tiles) -> None:
-    inputs, _ = leaves(Shape(1, 40, 4, 2, 16, 8), "cpu")
+@pytest.mark.parametrize("sinks", [False, True])
+def test_compiled_and_recomputed_it_gives_the_same_gradients(tiles, sinks: bool) -> None:
+    inputs, _ = leaves(Shape(1, 40, 4, 2, 16, 8, sinks=sinks), "cpu")
     plain = torch.autograd.grad(_loss(*inputs), inputs)
     whole = torch.compile(_loss, fullgraph=True, backend="aot_eager")
     for loss in (whole(*inputs), checkpoint(_loss, *inputs, use_reentrant=False)):

@@ -70,6 +70,7 @@ def outcome(
         ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "channel_scale": 0.0}),
         ("qwen3", "dms_nvidia", None, {"eviction": "none", "channel_scale": 0.3}),
         ("llama", "dms", "full", {"eviction": "hard", "channel_scale": 0.0}),
+        ("gpt_oss", "dms", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
         ("olmo3", "dms", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
     ],
 )

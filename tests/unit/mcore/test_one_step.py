@@ -56,6 +56,7 @@ CASES: dict[str, Case] = {
     "no_rope": ("smollm3", {}, {"step": 3, "target_cr": 8.0}),
     "sandwich": ("gemma3_text", {}, {"step": 3, "target_cr": 8.0}),
     "partial_rope": ("glm4", {}, {"step": 3, "target_cr": 8.0}),
+    "sinks_and_experts": ("gpt_oss", {}, {"step": 3, "target_cr": 8.0}),
     "joint_norms": ("olmo3", {}, {"step": 3, "target_cr": 8.0}),
     "window": ("qwen3", {}, {"step": 3, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -65,6 +66,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__zero_neuron__steps": 0}),
         (1, {"teacher__logits": "x"}),
         (1, STORES),
+        (1, {**STORES, "stage__teacher_logits": {"samples": 8, "top_k": 10**6}}),
         (1, {"stage__run": ["pretrain", "export"], **SCRATCH}),
         (1, {"stage__run": ["pretrain", "export"]}),
         (1, {"stage__run": ["export"]}),
@@ -250,10 +252,6 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             {**STORES, "stage__teacher_logits": {}},
             "stage.teacher_logits.samples=null: use a multiple",
         ),
-        (
-            {**STORES, "stage__teacher_logits": {"samples": 8, "top_k": 10**6}},
-            "stage.teacher_logits.top_k=1000000: the vocabulary has",
-        ),
     ],
 )
 def test_stages_that_make_no_sense(changes, expected):
@@ -273,6 +271,7 @@ def test_stages_that_make_no_sense(changes, expected):
         ({"parallel__params_dtype": "fp16"}, "parallel.params_dtype=fp16: choose one of"),
         ({"parallel__recompute_granularity": "all"}, "choose one of null, selective, full"),
         ({"observe__wandb": "on"}, "choose one of offline, online, disabled"),
+        ({"run__dir": ""}, "run.dir=: use the path of a folder"),
         ({"run__resume": "yes"}, "run.resume=yes: choose one of auto, never"),
         ({"stage__retrofit__target_cr": 0.5}, "use at least 1"),
         ({"stage__retrofit__start_cr": 0.5}, "stage.retrofit.start_cr=0.5: use at least 1"),
@@ -348,6 +347,21 @@ def test_layouts_that_do_not_fit_experts(world_size, family, changes, expected):
     changes = {"data__global_batch_size": 12, **changes}
     lines = problems(world_size, {"family": family}, **changes)
     assert any(expected in line for line in lines)
+
+
+def test_overlapped_groups_stay_on_one_host() -> None:
+    changes = {"parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True}
+    for world_size, per_host, refused in ((2, 1, True), (6, 3, True), (4, 2, False), (2, 2, False)):
+        config = configs.config(**{TP: 2, **changes, "data__global_batch_size": 6 * world_size})
+        words = {"world_size": world_size, "processes_per_host": per_host}
+        with pytest.raises(ConfigError) if refused else contextlib.nullcontext() as caught:
+            check(config, architecture=configs.architecture(), **words)
+        if refused:
+            (line,) = caught.value.problems
+            assert line.startswith(
+                "parallel.tp_comm_overlap=true: needs each tensor-parallel group"
+            )
+            assert f"hosts of {per_host} process(es) do not divide into groups of 2" in line
 
 
 def test_all_problems_of_a_kind_are_listed_at_once():

@@ -96,6 +96,20 @@ def test_what_was_stored_for_other_runs_is_refused(
         _ = run.prepared
 
 
+def test_too_few_validation_samples_are_refused_before_the_engine_is_built(
+    built: Callable[..., Built], stored: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = built(**{"teacher.logits": str(stored.folder / "run"), "data.global_batch_size": 4})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"stores 2 validation samples.*takes 4; store them with"):
+        _ = run.prepared
+
+
+def test_top_k_above_the_vocabulary_stores_all_tokens(built: Callable[..., Built]) -> None:
+    large = {"stage.teacher_logits": {"samples": SAMPLES, "top_k": 64}}
+    assert built(**{**STORES, **large}).components.teacher_pass.top_k == 50
+
+
 def test_another_model_or_other_data_is_refused(
     built: Callable[..., Built], stored: Built, assets: Assets
 ) -> None:

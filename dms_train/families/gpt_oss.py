@@ -1,0 +1,72 @@
+"""gpt-oss: attention sinks, a sliding window in every second layer, and experts with biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dms_train.families.base import (
+    FULL,
+    GATE_ALPHA,
+    GATE_LIMIT,
+    SLIDING,
+    ExpertKeys,
+    LayerAttention,
+    LayerKeys,
+    ModelFamily,
+    Refusal,
+    refuse_sliding,
+)
+
+_WINDOW = 128  # default of transformers' GptOssConfig
+
+
+def _kinds(config: Mapping[str, Any]) -> Any:
+    """Return `layer_types`, or the types that transformers gives to the layers."""
+    stated = config.get("layer_types")
+    if stated is not None:
+        return stated
+    return [FULL if layer % 2 else SLIDING for layer in range(config["num_hidden_layers"])]
+
+
+def _refuse(config: Mapping[str, Any]) -> Refusal | None:
+    """Refuse windows that `_read` cannot read, and models without a global layer or RoPE."""
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        # without the keys transformers takes the YaRN of the published models
+        return Refusal("rope_parameters", None, "state the RoPE of the model")
+    return refuse_sliding(config, _kinds(config), config.get("sliding_window", _WINDOW))
+
+
+def _read(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
+    local = LayerAttention(rotary_base=base, window=config.get("sliding_window", _WINDOW))
+    full = LayerAttention(rotary_base=base)
+    return tuple(local if kind == SLIDING else full for kind in _kinds(config))
+
+
+def _write(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
+    windows = [layer.window for layer in layers]
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": max(filter(None, windows), default=_WINDOW),
+    }
+
+
+FAMILY = ModelFamily(
+    name="gpt_oss",
+    classes="GptOss",
+    qkv_bias=True,
+    linear_bias=True,
+    sinks=True,
+    expert_keys=ExpertKeys("num_local_experts", "intermediate_size", None, topk=4),
+    stacked_experts=True,
+    clamped_gate=True,
+    kv_heads_required=False,
+    head_size=64,
+    rotary_base=150000.0,
+    norm_epsilon=1e-5,
+    rope_types=("yarn",),
+    stored={"mlp.router": ("mlp.gate",)},
+    layers=LayerKeys(_read, _write, has_windows=True),
+    fixed={"attention_bias": True, "swiglu_alpha": GATE_ALPHA, "swiglu_limit": GATE_LIMIT},
+    refuse=_refuse,
+)
