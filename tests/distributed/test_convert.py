@@ -58,8 +58,7 @@ def families_of(layout: str) -> list[str]:
     names = list(FAMILIES)
     if FULL_MATRIX or layout == SAVED_IN:
         return names
-    chosen = [names[(first + shift) % len(names)] for shift in (0, 1)]
-    return sorted(chosen, key=lambda name: not FAMILIES[name].has_experts)  # a dense one last
+    return [names[(first + shift) % len(names)] for shift in (0, 1)]
 
 
 def tokens() -> Tensor:
@@ -118,6 +117,7 @@ def run(models: Path, out: Path, layout: str) -> None:
             save_file(contents, out / f"{family}-{layout}.safetensors")
         if layout == SAVED_IN:
             engine.save_weights(out / f"{family}-checkpoint", {"family": family})
+    engine = build(models / "llama", layout, view, WeightReader(models / "llama"))
     save_file(keep_shares(engine, view), out / f"shares-{layout}-{view.rank}.safetensors")
     for family in FAMILIES if layout in LOADED_IN else ():
         other = RandomWeights(from_hf_config(read_config(models / family)), 99, 0.2)

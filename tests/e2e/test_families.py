@@ -33,7 +33,7 @@ MODELS = {
 }
 
 
-DEFAULT = ("gemma3_text", "qwen3_moe")
+DEFAULT = ("gemma3_text", "gpt_oss")
 
 
 @pytest.mark.parametrize(
