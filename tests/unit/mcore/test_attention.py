@@ -124,6 +124,7 @@ def explicit_context(
     if spec.clear_after_rope:
         turned = cleared(turned, spec.channel)
     heads = turned.flatten(2, 3).transpose(0, 1)
+    sinks = attention.core_attention.softmax_offset
     out = dms_attention(
         heads,
         rotate(k, share).transpose(0, 1),
@@ -131,6 +132,7 @@ def explicit_context(
         by_key.double(),
         spec.window,
         q.shape[-1] ** -0.5,
+        sinks=None if sinks is None else sinks.detach().double(),
     )
     if plan.eviction == "soft" and spec.alpha_in_loss == "hard_st":
         alpha = (z > 0).float()
