@@ -202,9 +202,9 @@ def mlp_kept(m: Microbatch) -> int:
 def _halves(m: Microbatch) -> int:
     """Count the halves of an MLP before their product.
 
-    Both are one tensor; plain operations keep silu and the other half.
+    Both are one tensor; megatron-core's operations keep silu and the other half.
     """
-    return 2 if m.fused else 4
+    return 2 if m.fused or m.architecture.described.clamped_gate else 4
 
 
 def layer(m: Microbatch, recompute: str | None) -> int:
@@ -270,8 +270,11 @@ def _routing(m: Microbatch) -> int:
     chosen = m.tokens * (_FP32 * experts.count + 2 * _INT64 * experts.topk)
     # probability and index of each chosen one before the tokens are gathered
     chosen += m.own_tokens * (_FP32 + _INT64) * experts.topk
+    # every expert's share of its output bias
+    hidden = m.architecture.hidden_size * m.width
+    biases = experts.count // m.ep * hidden * m.architecture.described.linear_bias
     # the product of an expert is kept before and after it is scaled
-    return m.trains_all * (router + m.routed) + chosen + m.mlp_half
+    return m.trains_all * (router + m.routed) + chosen + biases + m.mlp_half
 
 
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:

@@ -190,7 +190,7 @@ class PipelineStage:
         if m.trains_all:
             return self.parameters
         if m.trainable.weights == "attention":
-            return self.layers * self.vp * attention_weights(m.architecture) // m.tp
+            return self.layers * self.vp * attention_weights(m.architecture, m.tp)
         return self.adapters
 
     @property

@@ -32,10 +32,11 @@ class Adapters(NamedTuple):
         return layers * (self.sharded // tp + self.replicated) + method_layers * self.channel
 
 
-def attention_weights(a: Architecture) -> int:
-    """Count the weights and biases of a layer's q, k, v and o projections."""
+def attention_weights(a: Architecture, tp: int = 1) -> int:
+    """Count a layer's weights and biases of q, k, v and o projections on a tensor-parallel rank."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    return 2 * a.hidden_size * (query + key) + (query + 2 * key if a.add_qkv_bias else 0)
+    sharded = 2 * a.hidden_size * (query + key) + (query + 2 * key if a.add_qkv_bias else 0)
+    return sharded // tp + (a.hidden_size if a.described.linear_bias else 0)
 
 
 def adapters(a: Architecture, trainable: Trainable, method: MethodSpec) -> Adapters:

@@ -6,18 +6,17 @@ carry the fused layers' names (see `layer_spec` and `weights.global_names`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dms_train.families import ModelFamily
-from dms_train.families.base import GATE_LIMIT
 from dms_train.kernels.layers.clamped_gate import clamped_swiglu
 from dms_train.mcore.compat import optimizer_parts
 from dms_train.mcore.errors import ModelError
@@ -66,32 +65,33 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def gate_options(family: ModelFamily) -> dict[str, Any]:
-    """Return the part of megatron-core's configuration that describes gates of MLPs or experts."""
+def activation(family: ModelFamily) -> Callable[[Tensor], Tensor]:
+    """Return the activation of an MLP or expert in megatron-core's configuration.
+
+    A clamped gate is a function of gate and up, which only `FusedGate` can call.
+    """
     if family.clamped_gate:
-        return {
-            "activation_func": quick_gelu,  # with GATE_ALPHA
-            "activation_func_clamp_value": GATE_LIMIT,
-            "glu_linear_offset": 1.0,
-        }
-    return {"activation_func": F.silu if family.activation == "silu" else gelu_tanh}
+        return clamped_swiglu
+    return F.silu if family.activation == "silu" else gelu_tanh
 
 
 class FusedGate(MegatronModule):
-    """Activation of a gated MLP as one kernel each way, if it is not clamped."""
+    """Activation of a gated MLP that keeps only its input, in place of megatron-core's operations.
+
+    It is one kernel each way, except a clamped gate, which consists of torch operations.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.is_gelu = config.activation_func is gelu_tanh
-        self.clamps = config.activation_func_clamp_value is not None
+        self.function = config.activation_func
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Return activation(gate) * up for [..., gate and up]."""
-        if self.clamps:
+        if self.function is clamped_swiglu:
             return clamped_swiglu(gate_and_up)
         from dms_train.kernels.layers.triton_gate import geglu, swiglu
 
-        return geglu(gate_and_up) if self.is_gelu else swiglu(gate_and_up)
+        return geglu(gate_and_up) if self.function is gelu_tanh else swiglu(gate_and_up)
 
 
 class LayerBackend(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dms_train.kernels.layers.clamped_gate import clamped_swiglu
 from dms_train.mcore import compat
 
 
@@ -18,9 +19,9 @@ def apply(config: Any, device: torch.device, *, fused: bool) -> None:
 
     `fused`: whether the kernels around attention run (`kernels.dispatch.can_fuse`).
     """
-    # megatron's name for the slot of the activation; `layer_spec` puts this package's function
-    # there
-    config.use_te_activation_func = fused
+    # megatron's name for the slot of the activation; `layer_spec` and `experts` put `FusedGate`
+    # there. megatron's own clamped gate keeps three times the memory, and compiles a part of it.
+    config.use_te_activation_func = fused or config.activation_func is clamped_swiglu
     if device.type == "cuda":
         compat.clip_in_few_kernels()
         config.gradient_accumulation_fusion = compat.accumulate_in_place(device)

@@ -32,7 +32,7 @@ from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.layers.backend import LayerBackend, gate_options
+from dms_train.mcore.layers.backend import LayerBackend, activation
 from dms_train.mcore.layers.context import heads_group, sequence_shards
 from dms_train.mcore.layers.experts import expert_options
 from dms_train.mcore.layers.layer_spec import block_spec
@@ -74,7 +74,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         normalization="RMSNorm",
         add_bias_linear=False,
         gated_linear_unit=True,
-        **gate_options(a.described),
+        activation_func=activation(a.described),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,

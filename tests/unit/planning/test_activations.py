@@ -63,6 +63,8 @@ CASES = {
     "qwen3": case(family="qwen3", length=640),
     "qwen3_moe": case(family="qwen3_moe"),
     "qwen3_moe_full": case(FULL, family="qwen3_moe"),
+    "gpt_oss": case(family="gpt_oss"),
+    "gpt_oss_attention_tp2_sp": case(SP, family="gpt_oss", train="attention"),
     "lm": case(distills=False),
     "selective": case({"recompute_granularity": "selective"}),
     "mlp": case(MLP),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Experts
+from dms_train.hf.tensors import expected_shapes
 from dms_train.planning import memory as planned
 from dms_train.planning.activations import padded_vocab
 from dms_train.planning.gpus import GPUS, calibration
@@ -153,6 +156,18 @@ def test_frozen_weights_have_no_gradients_and_are_shared_with_the_teacher():
     everything = parameter_count(configs.architecture())
     # the frozen weights of a further trained student are not the teacher's
     assert trained("lora", run__load="x") == (lora, lora, everything)
+
+
+def test_trained_projections_of_attention_have_all_their_biases():
+    a = configs.architecture(family="gpt_oss")
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    config = configs.config(method__train="attention", parallel=parallel)
+    expected = 0
+    for name, shape in expected_shapes(a).items():
+        if "self_attn" in name and "sinks" not in name:
+            divided = 1 if name.endswith("o_proj.bias") else 2
+            expected += math.prod(shape) // divided
+    assert estimate(config, a, 2).gradients == 4 * expected
 
 
 @pytest.mark.parametrize(("chunks", "layers"), [(None, (2, 0)), (2, (1, 1))])
