@@ -129,6 +129,7 @@ CONTEXT_CASES = [
     ("qwen2", "dms", "dp2_cp2", "packed"),
     ("gemma3_text", "dms", "cp2", "packed"),
     ("olmo3", "dms", "cp2_tp2", "packed"),
+    ("gpt_oss", "dms", "cp2_tp2", "packed"),
 ]
 LAYER_TARGET_CASES = [
     ("llama", "dms", layout, "layer_targets") for layout in ("tp2_pp2_sp", "selective_cp2_pp2_vp2")
@@ -156,8 +157,8 @@ def _cases() -> list[tuple[str, str, str, str]]:
         chosen += [(families[index], layout, variant) for index, variant in enumerate(others)]
     presets = {name: PRESETS[index % len(PRESETS)] for index, name in enumerate(families)}
     cases = [(family, presets[family], *rest) for family, *rest in chosen]
-    of_experts = (mixtures[0], PRESETS[0], "tp2_ep2", "retrofit")
-    return [of_experts, *CONTEXT_CASES, *LAYER_TARGET_CASES, *cases]
+    of_experts = [(name, PRESETS[0], "tp2_ep2", "retrofit") for name in mixtures]
+    return [*of_experts, *CONTEXT_CASES, *LAYER_TARGET_CASES, *cases]
 
 
 CASES = _cases()
