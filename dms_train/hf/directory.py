@@ -27,7 +27,7 @@ from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.mxfp4 import BLOCK, BLOCKS, SUFFIXES, dequantise
 from dms_train.hf.side_files import ADAPTER_CONFIG, is_adapter, refuse_side_files
 from dms_train.hf.stored import StoredPart, stored_parts, stored_shapes
-from dms_train.hf.stored_tensors import read_part
+from dms_train.hf.stored_tensors import read_blocks, read_part
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.text_files import refuse_pointer
 from dms_train.hf.typed import typed
@@ -414,20 +414,21 @@ class WeightReader:
         if name in self._parts:
             part = self._parts[name]
             if part.stored + BLOCKS in self._quantised:
-                return self._dequantised(part).narrow(dim, start, stop - start)
+                return self._dequantised(part, dim, start, stop)
             return self._read(
                 name, lambda file: read_part(part, file.get_slice(part.stored), dim, start, stop)
             )
         cut = (slice(None),) * dim + (slice(start, stop),)
         return self._read(name, lambda file: file.get_slice(name)[cut])
 
-    def _dequantised(self, part: StoredPart) -> Tensor:
-        """Read a tensor of an expert from its blocks and scales."""
+    def _dequantised(self, part: StoredPart, dim: int, start: int, stop: int) -> Tensor:
+        """Read indices of a tensor of an expert, from the blocks and scales that hold them."""
         whole, blocks, scales = (part.stored + suffix for suffix in ("", *SUFFIXES))
-        rows = slice(part.first, None, part.step)
-        packed = self._read(blocks, lambda file: file.get_slice(blocks)[part.expert])[rows]
-        powers = self._read(scales, lambda file: file.get_slice(scales)[part.expert])[rows]
-        return self._checked(whole, dequantise(packed, powers), self._quantised[blocks])
+        wanted = part, dim, start, stop
+        packed = self._read(blocks, lambda file: read_blocks(file.get_slice(blocks), *wanted))
+        powers = self._read(scales, lambda file: read_blocks(file.get_slice(scales), *wanted))
+        numbers = self._checked(whole, dequantise(packed, powers), self._quantised[blocks])
+        return numbers.narrow(1, start % BLOCK, stop - start) if dim else numbers
 
     def _read(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
         from safetensors import SafetensorError, safe_open

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.mxfp4 import BLOCK
 from dms_train.hf.stored import StoredPart, stored_parts, stored_shapes
 
 
@@ -42,6 +43,21 @@ def read_part(part: StoredPart, tensor: Any, dim: int, start: int, stop: int) ->
     columns = (slice(start, stop),) if dim else ()
     block: Tensor = tensor[(slice(first, last + 1), *columns)]
     return block[rows - first] if part.order else block
+
+
+def read_blocks(tensor: Any, part: StoredPart, dim: int, start: int, stop: int) -> Tensor:
+    """Return the MXFP4 blocks, or their scales, that hold some indices of an expert's matrix.
+
+    Args:
+        tensor: Slice of safetensors over the blocks or scales of all experts. Its tensors are views
+            of the file, so only the result is read.
+        part: Rows of the expert.
+        dim: 0 for rows, 1 for inputs.
+        start: First index.
+        stop: Index after the last one.
+    """
+    own: Tensor = tensor[part.expert][part.first :: part.step]
+    return own[:, start // BLOCK : -(-stop // BLOCK)] if dim else own[start:stop]
 
 
 def to_stored(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dms_train.app.conversion import import_model, open_engine
 from dms_train.checkpoints_tools.hf_to_megatron import main
-from dms_train.hf.architecture import to_hf_config
+from dms_train.hf.architecture import Experts, to_hf_config
 from dms_train.hf.directory import WeightReader, WeightWriter, read_architecture
 from dms_train.hf.json_files import write_json
 from dms_train.hf.stored import stored_shapes
@@ -25,7 +25,9 @@ from tests.support.ranks import values_of_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 PROCESSES = 2
-MODELS: dict[str, tuple[str, dict[str, int]]] = {
+# two MXFP4 blocks of inputs to `down_proj`, one for each rank
+BLOCKS_OF_EXPERTS = Experts(count=4, topk=2, ffn_hidden_size=64, normalize=True)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied": ("qwen2", {}),
     "tied_with_one_kv_head": ("llama", {"num_query_groups": 1}),
     "experts": ("qwen3_moe", {}),
@@ -33,11 +35,16 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "phi3": ("phi3", {}),
     "glm4": ("glm4", {}),
     "olmo3": ("olmo3", {}),
+    "stacked_experts": ("gpt_oss", {}),
+    "mxfp4": ("gpt_oss", {"experts": BLOCKS_OF_EXPERTS, "ffn_hidden_size": 64}),
 }
 SIZES = {name: (1, 2) if name == "tied_with_one_kv_head" else (2, 1) for name in MODELS}  # TP, PP
 
 # Tensors that both ranks may hold: not divided, or the output layer of a tied model too.
-ON_EACH = ("norm.weight", "mlp.gate.weight", "embed_tokens.weight")
+ON_EACH = (
+    *("norm.weight", "mlp.gate.weight", "embed_tokens.weight"),
+    *("mlp.gate.bias", "o_proj.bias", "down_proj.bias"),
+)
 
 
 def write_model(folder: Path, name: str) -> None:
@@ -49,7 +56,28 @@ def write_model(folder: Path, name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     with WeightWriter(folder, 20_000) as writer:
         for tensor, shape in stored_shapes(architecture).items():
+            if name == "mxfp4" and tensor.endswith(("gate_up_proj", "down_proj")):
+                for suffix, values in random_mxfp4(shape, generator).items():
+                    writer.add(tensor + suffix, values)
+                continue
             writer.add(tensor, torch.randn(shape, generator=generator).bfloat16())
+
+
+def random_mxfp4(shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
+    """Blocks and scales of experts [experts, inputs, rows]."""
+    experts, inputs, rows = shape
+    groups = experts, rows, inputs // 32
+    blocks = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, groups, generator=generator, dtype=torch.uint8)
+    return {"_blocks": blocks, "_scales": scales}
+
+
+def stored_bytes(reader: WeightReader, model: str, name: str) -> int:
+    """Bytes of a tensor in the files."""
+    size = reader.get(name).nbytes
+    if model == "mxfp4" and ".experts." in name and name.endswith("weight"):
+        return size * 17 // 64  # a block of 32 numbers has 16 bytes and a scale
+    return size
 
 
 def import_counting(folder: Path) -> dict[str, int]:
@@ -111,7 +139,7 @@ def test_ranks_read_their_parts_and_write_equal_weights(
     layout = json.loads((shared / "run_state.json").read_text())["layout"]
     assert layout == {"tp": tp, "pp": pp, "cp": 1, "dp": 1}
 
-    sizes = {tensor: reader.get(tensor).nbytes for tensor in reader.names()}
+    sizes = {tensor: stored_bytes(reader, name, tensor) for tensor in reader.names()}
     on_each = sum(size for tensor, size in sizes.items() if tensor.endswith(ON_EACH))
     assert max(read) <= sum(sizes.values()) / 2 + on_each
     assert sum(read) >= sum(sizes.values())

@@ -16,7 +16,7 @@ from dms_train.hf.mxfp4 import dequantise
 from dms_train.hf.tensors import expected_shapes
 from tests.unit.hf import conftest as hf
 
-EXPERTS, HIDDEN, WIDTH = 4, 32, 32
+EXPERTS, HIDDEN, WIDTH = 4, 32, 96
 BYTES = torch.Generator().manual_seed(0)
 
 
@@ -66,9 +66,12 @@ def folder(tmp_path: Path) -> Path:
     weights = load_file(tmp_path / SINGLE_FILE)
     for layer in range(2):
         at = f"model.layers.{layer}.mlp.experts"
-        for name, rows in (("gate_up_proj", 2 * WIDTH), ("down_proj", HIDDEN)):
+        for name, rows, inputs in (
+            ("gate_up_proj", 2 * WIDTH, HIDDEN),
+            ("down_proj", HIDDEN, WIDTH),
+        ):
             del weights[f"{at}.{name}"]
-            blocks, scales = random_blocks(EXPERTS, rows, 1)
+            blocks, scales = random_blocks(EXPERTS, rows, inputs // 32)
             weights |= {f"{at}.{name}_blocks": blocks, f"{at}.{name}_scales": scales}
     save_file(weights, tmp_path / SINGLE_FILE, {"format": "pt"})
     file = tmp_path / "config.json"
@@ -92,9 +95,13 @@ def test_experts_are_read_from_their_blocks(folder: Path) -> None:
             expected = torch.stack([plain(*pair) for pair in zip(*pairs, strict=True)])
             name = f"model.layers.1.mlp.experts.{expert}.{projection}.weight"
             assert torch.equal(reader.get(name).double(), expected)
-            assert torch.equal(reader.part(name, 1, 3, 20).double(), expected[:, 3:20])
+            for start, stop in ((3, 20), (30, min(65, expected.shape[1]))):  # parts of blocks
+                cut = expected[:, start:stop]
+                assert torch.equal(reader.part(name, 1, start, stop).double(), cut)
+            assert torch.equal(reader.part(name, 0, 5, 9).double(), expected[5:9])
             bias = files[f"{at}_bias"][expert][own]
             assert torch.equal(reader.get(name.replace("weight", "bias")), bias)
+            assert torch.equal(reader.part(name.replace("weight", "bias"), 0, 5, 9), bias[5:9])
 
 
 def test_a_model_of_such_experts_computes_what_transformers_does(folder: Path, tmp_path) -> None:
