@@ -15,7 +15,7 @@ MEGATRON_NEWEST := $(VENV)/megatron_newest
 # Tests of what differs between versions of megatron-core: modules that it builds, steps, optimizers
 # and checkpoints. `make test-full` runs all tests of mcore with both.
 MEGATRON_TESTS ?= $(patsubst %,tests/unit/mcore/test_%.py, \
-	attention checkpoint_saving compat dmc_step frozen_base fusions graph layers loaded_weights \
+	attention channel_reset checkpoint_saving compat dmc_step frozen_base fusions graph layers loaded_weights \
 	one_step optimizer_options optimizer_shards output_layer packing runtime skipping \
 	stage_tensor teacher trainable)
 

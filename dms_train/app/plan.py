@@ -162,9 +162,9 @@ def _layer_ratios(plan: StepPlan, layers: list[int]) -> Iterator[str]:
     """Describe the ratios of layers with targets of their own at the end of a stage."""
     if plan.layer_weights:
         mean = evicted_fraction(plan.target_cr)
-        ratios = (1 / (1 - mean * plan.layer_weights[layer]) for layer in layers)
-        shown = ", ".join(f"{ratio:.3g}" for ratio in ratios)
-        yield f"      CR of layers {layers[0]} to {layers[-1]}: {shown}"
+        ratios = {layer: 1 / (1 - mean * plan.layer_weights[layer]) for layer in layers}
+        shown = ", ".join(f"{layer}: {ratio:.3g}" for layer, ratio in ratios.items())
+        yield f"      CR by layer: {shown}"
 
 
 def _branches(stage: Stage) -> Iterator[str]:

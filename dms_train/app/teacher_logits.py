@@ -15,7 +15,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.teacher_logits import StoredTeacher, stored_samples, write_part
-from dms_train.hf.architecture import Architecture
+from dms_train.hf.architecture import Architecture, known_rope_scaling
 from dms_train.hf.json_files import read_json, write_json
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
@@ -143,10 +143,19 @@ def _folder(run: Path) -> Path:
     return run / TEACHER_LOGITS
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Read a record; those of earlier versions lack keys of RoPE scaling."""
+    found = read_json(path)
+    architecture = found.get(_ARCHITECTURE)
+    if isinstance(architecture, dict):
+        architecture["rope_scaling"] = known_rope_scaling(architecture.get("rope_scaling"))
+    return found
+
+
 def _read_record(config: RunConfig) -> dict[str, Any]:
     assert config.teacher.logits is not None
     try:
-        return read_json(_folder(Path(config.teacher.logits)) / RECORD)
+        return _read(_folder(Path(config.teacher.logits)) / RECORD)
     except FileNotFoundError as error:
         raise ConfigError(
             f"teacher.logits={config.teacher.logits}: {error}; name the run folder of a finished "
@@ -229,7 +238,7 @@ class TeacherPass:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._write_record(complete=False)
-            before, now = read_json(path), self._record()
+            before, now = _read(path), self._record()
             for key in now:
                 if before.get(key) != now[key]:
                     return [], (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import SANDBOX
-from dms_train.hf.architecture import RopeScaling
+from dms_train.hf.architecture import known_rope_scaling
 from dms_train.mcore.options import PLAIN_LORA
 from dms_train.method.spec import DEFAULT_METHOD, KIND, PRESETS
 from dms_train.observe.state_files import current_stage
@@ -29,6 +28,7 @@ _FREE = (
     "stage.run_tasks",
     "data.micro_batch_size",
     "data.cache_dir",
+    "teacher.offload",
 )
 # Keys of configurations that earlier versions stored, and the keys that replaced them.
 _MOVED = {
@@ -72,9 +72,8 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
     architecture = _block(_block(current, "model"), "architecture")
     if architecture:  # written when the layers of every model were alike
         architecture.setdefault("layers", [])
-        if architecture.get("rope_scaling"):  # written when there was one rule
-            stated = architecture["rope_scaling"]
-            architecture["rope_scaling"] = {**asdict(RopeScaling(factor=1.0)), **stated}
+        if "rope_scaling" in architecture:
+            architecture["rope_scaling"] = known_rope_scaling(architecture["rope_scaling"])
     stage = _block(current, "stage")
     if isinstance(stage.get("run"), list):
         stage["run"] = [current_stage(n) if isinstance(n, str) else n for n in stage["run"]]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from dms_train import limits
 from dms_train.config.schema import RunConfig
+from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
 from dms_train.limits import OneOf
@@ -44,6 +45,9 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
             f"method.kind={config.method.kind}: the model has layers with a sliding window; use "
             "method=dms"
         )
+    family = FAMILIES.get(architecture.family)
+    if family is not None and family.sinks and config.method.kind != "dms":
+        yield (f"method.kind={config.method.kind}: the model has attention sinks; use method=dms")
     presets = OneOf(*_presets())
     refusal = presets.refusal(config.method.preset)
     if refusal is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from dms_train.inference.devices import require_device
 from dms_train.inference.errors import InferenceError
 
 _GIB = 2**30
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def resolve_device(device: str) -> str:
@@ -37,7 +39,8 @@ def require_memory(directory: Path, device: str) -> None:
     """
     if not device.startswith("cuda"):
         return
-    weights = sum(file.stat().st_size for file in WeightReader(directory).files)
+    reader = WeightReader(directory)  # dequantised weights take more than their files
+    weights = sum(prod(reader.shape(name)) * _BYTES[reader.dtype(name)] for name in reader.names())
     free, _ = torch.cuda.mem_get_info(torch.device(device))
     # torch keeps memory that a training in this process has freed for later allocations
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -203,7 +203,7 @@ class ModelFamily:
         stacked_experts: Whether the files hold the experts of a layer in one tensor, [experts,
             inputs, outputs], in which columns of gate and up projection alternate. The experts may
             be quantised to MXFP4.
-        clamped_gate: Whether experts compute what `GATE_ALPHA` describes.
+        clamped_gate: Whether the gate of an expert is clamped, as `GATE_ALPHA` describes.
         activation: Activation of the MLP.
         activation_key: Key of the activation in config.json.
         sandwich_norms: Whether attention and MLP normalise their updates of the residual stream
@@ -402,6 +402,15 @@ def refuse_sliding(config: Mapping[str, Any], kinds: Any, window: Any) -> Refusa
     if SLIDING in kinds and (type(window) is not int or window < 1):
         return Refusal("sliding_window", window, "state a whole number above 0")
     return None
+
+
+def write_sliding(layers: tuple[LayerAttention, ...], *, default: int) -> dict[str, Any]:
+    """Return the keys of layers with and without a window; `default` stands where none has one."""
+    windows = [layer.window for layer in layers]
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": max(filter(None, windows), default=default),
+    }
 
 
 def local_base(config: Mapping[str, Any], default: Any) -> Any:

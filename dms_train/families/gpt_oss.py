@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from dms_train.families.base import (
@@ -16,6 +17,7 @@ from dms_train.families.base import (
     ModelFamily,
     Refusal,
     refuse_sliding,
+    write_sliding,
 )
 
 _WINDOW = 128  # default of transformers' GptOssConfig
@@ -43,14 +45,6 @@ def _read(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
     return tuple(local if kind == SLIDING else full for kind in _kinds(config))
 
 
-def _write(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
-    windows = [layer.window for layer in layers]
-    return {
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-        "sliding_window": max(filter(None, windows), default=_WINDOW),
-    }
-
-
 FAMILY = ModelFamily(
     name="gpt_oss",
     classes="GptOss",
@@ -66,7 +60,7 @@ FAMILY = ModelFamily(
     norm_epsilon=1e-5,
     rope_types=("yarn",),
     stored={"mlp.router": ("mlp.gate",)},
-    layers=LayerKeys(_read, _write, has_windows=True),
+    layers=LayerKeys(_read, partial(write_sliding, default=_WINDOW), has_windows=True),
     fixed={"attention_bias": True, "swiglu_alpha": GATE_ALPHA, "swiglu_limit": GATE_LIMIT},
     refuse=_refuse,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from dms_train.families.base import (
@@ -15,6 +16,7 @@ from dms_train.families.base import (
     local_base,
     refuse_local_rope,
     refuse_sliding,
+    write_sliding,
 )
 
 # Defaults of transformers' Olmo3Config.
@@ -49,14 +51,6 @@ def _read(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
     return tuple(local if kind == SLIDING else full for kind in _kinds(config))
 
 
-def _write(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
-    windows = [layer.window for layer in layers]
-    return {
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-        "sliding_window": max(filter(None, windows), default=_WINDOW),
-    }
-
-
 FAMILY = ModelFamily(
     name="olmo3",
     classes="Olmo3",
@@ -69,7 +63,9 @@ FAMILY = ModelFamily(
     rotary_base=_BASE,
     norm_epsilon=1e-5,
     rope_types=("yarn",),
-    layers=LayerKeys(_read, _write, has_windows=True, has_local_base=True),
+    layers=LayerKeys(
+        _read, partial(write_sliding, default=_WINDOW), has_windows=True, has_local_base=True
+    ),
     fixed={"attention_bias": False},
     # without the key transformers takes token 1, which other vocabularies use for text
     written={"pad_token_id": None},

@@ -38,6 +38,8 @@ SHARD_BYTES = 5 * 1024**3
 """Maximum size of a weight file, unless a single tensor is larger."""
 # README.md is the model card: an export states the licence that it names.
 _FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
+# Folders of gpt-oss: the same weights for other programs. The patterns above match in all folders.
+_OTHER_FORMS = ["original/*", "metal/*"]
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TIED = _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -89,6 +91,7 @@ def resolve(
             revision=revision,
             local_files_only=local_files_only,
             allow_patterns=_FILES_OF_INTEREST,
+            ignore_patterns=_OTHER_FORMS,
         )
     except (ImportError, OSError, ValueError) as error:
         where = "the local hub cache" if local_files_only else "the hub"
@@ -194,9 +197,9 @@ class WeightReader:
     """Tensors of a directory by name, read from safetensors on access.
 
     Construction reads every header. It refuses incomplete files, and quantised weights except
-    MXFP4 experts, which are read as bfloat16. For an
-    export in format `peft` the tensors are those of its base model with the adapter merged. Names,
-    shapes and rows are those of `expected_shapes`, also where the files of a family have others.
+    MXFP4 experts, which are read as bfloat16. For an export in format `peft` the tensors are those
+    of its base model with the adapter merged. Names, shapes and rows are those of
+    `expected_shapes`, also where the files of a family have others.
 
     Attributes:
         directory: Directory of the weights, for an adapter that of its base model.

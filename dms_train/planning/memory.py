@@ -287,7 +287,7 @@ def of_stage(stage: PipelineStage) -> MemoryEstimate:
     m = stage.microbatch
     # fp32 weights are their own master copy
     states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
-    moment = max((*_moments(stage), _update(stage)), key=sum)
+    moment = max((*_moments(stage), _update(stage), _start(stage)), key=sum)
     # megatron's buffer for gathers, or the slots of `tp_comm_overlap`
     buffer = m.gathered if m.parallel.sequence_parallel else 0
     return MemoryEstimate(
@@ -315,6 +315,12 @@ def _of_pass(stage: PipelineStage) -> MemoryEstimate:
         logits=0,
         workspace=max(moment.workspace, head + m.residual),
     )
+
+
+def _start(stage: PipelineStage) -> _Moment:
+    """Return the bytes of an offloaded teacher before it moves, when Adam has no moments yet."""
+    later = stage.updated * _FP32 * _ADAM_MOMENTS
+    return _Moment(workspace=max(0, stage.host_bytes - later))
 
 
 def _update(stage: PipelineStage) -> _Moment:

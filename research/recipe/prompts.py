@@ -16,6 +16,7 @@ from pathlib import Path
 from dms_train.cli.config_source import ASSETS_DIR
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.hf.text_files import read_lines
 from research.lab.arguments import count, seed
 
 _ON_TOPICS = (
@@ -87,15 +88,24 @@ def column(given: str) -> list[str]:
 
     Raises:
         EvaluationError: There is no such file or column, or the column has no texts.
+        HFError: The file is not UTF-8, or a Git LFS pointer.
     """
     file, _, name = given.rpartition(":")
     if not file or not Path(file).is_file():
         raise EvaluationError(f"--add {given}: name a file of JSON lines as FILE:COLUMN")
-    with open(file, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    if not all(isinstance(row.get(name), str) for row in rows):
-        raise EvaluationError(f"--add {given}: not every row has a text {name!r}; see {file}")
-    return [row[name] for row in rows]
+    return [_text(where, line, name) for where, line in read_lines(Path(file))]
+
+
+def _text(where: str, line: str, name: str) -> str:
+    """Return the column of a row."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise EvaluationError(f"{where}: not valid JSON ({error})") from None
+    text = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise EvaluationError(f"{where}: no text {name!r}; name a column of every row")
+    return text
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -144,14 +144,14 @@ MUTATIONS = [
         ENGINE,
         "checkpoint.load_masters($$$ARGUMENTS)",
         "pass",
-        LOADED + "test_a_loaded_checkpoint_gives_its_fp32_weights[all-True]",
+        LOADED + "test_a_loaded_checkpoint_gives_its_fp32_weights[llama-all-True]",
     ),
     Mutation(
         "choosing a channel rounds the fp32 weights of a loaded checkpoint",
         ENGINE,
         "self._optimizer is not None and self._options.trainable.adapts",
         "self._optimizer is not None",
-        LOADED + "test_a_loaded_checkpoint_gives_its_fp32_weights[all-True]",
+        LOADED + "test_a_loaded_checkpoint_gives_its_fp32_weights[llama-all-True]",
     ),
     Mutation(
         "fp32 copies stay as built after an export's weights are loaded",

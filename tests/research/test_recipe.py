@@ -274,7 +274,13 @@ def test_prompts_of_other_files_are_added_in_random_order(tmp_path: Path, capsys
     assert sorted(found) == sorted([*prompts(20, 0), *added])
     assert [text in added for text in found] != [False] * 20 + [True] * 30
     assert recipe_prompts.main([*given[:-1], f"{other}:answer"]) == 2
-    assert f"--add {other}:answer: not every row has a text 'answer'" in capsys.readouterr().err
+    assert f"{other}:1: no text 'answer'; name a column of" in capsys.readouterr().err
+    other.write_text('\n["a"]\n')
+    assert recipe_prompts.main(given) == 2
+    assert f"{other}:2: no text 'question'" in capsys.readouterr().err
+    other.write_text("{")
+    assert recipe_prompts.main(given) == 2
+    assert f"{other}:1: not valid JSON" in capsys.readouterr().err
     assert recipe_prompts.main([*given[:-1], f"{tmp_path}:question"]) == 2
     assert "name a file of JSON lines as FILE:COLUMN" in capsys.readouterr().err
 

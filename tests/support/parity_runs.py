@@ -40,6 +40,7 @@ def one_step(
         optim=OptimOptions(lr=1e-3),
         seed=7,
         loss=LossOptions(**case.get("loss", {})),
+        offloads_teacher=case.get("offload", False) and bool(case["layout"]),
     )
     std = case.get("std", 0.2)
     source = tiny.small_channels(spec.kind)

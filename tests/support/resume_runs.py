@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SAME = [
     ("dp2", "fp32"),
+    ("dp2", "bf16"),
     ("pp2_vp2", "fp32"),
     ("cp2", "fp32"),
     ("tp2_sp", "bf16"),
@@ -47,7 +48,7 @@ OTHER = [
     ("moe_ep2", "moe_tp2_sp", "fp32"),
 ]
 if FULL_MATRIX:
-    SAME += [("tp2", "fp32"), ("tp2_sp", "fp32"), ("dp2", "bf16")]
+    SAME += [("tp2", "fp32"), ("tp2_sp", "fp32")]
     OTHER += [
         ("tp2", "pp2", "fp32"),
         ("tp2", "dp2", "fp32"),

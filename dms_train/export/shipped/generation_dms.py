@@ -147,7 +147,7 @@ class DMSCache(Cache):
         key, value, decisions = tokens
         columns = self._enter(mask, ours.length, batch, n)
         if ours.store is None:
-            ours.store = self._open(key, columns, self._numbers[layer])
+            ours.store = self._open(key, columns, self._numbers[layer], sinks)
         if columns.holes and not isinstance(ours.store, Pages):
             raise ValueError(
                 "the kernels accept padding only before a sequence; remove padding between tokens, "
@@ -259,21 +259,23 @@ class DMSCache(Cache):
         self._columns = _Columns(mask, start, real, holes)
         return self._columns
 
-    def _open(self, key: Tensor, columns: _Columns, numbers: DMSNumbers) -> Any:
+    def _open(
+        self, key: Tensor, columns: _Columns, numbers: DMSNumbers, sinks: Tensor | None
+    ) -> Any:
         """Make an empty store for one layer."""
         batch, heads, _, size = key.shape
         window, shift = numbers.window, numbers.shift
         pools = (store.pool for store in self._stores())
         pool = next((pool for pool in pools if pool.device == key.device), None)
-        package = None if columns.holes else _kernels_for(self._kernels, key)
+        package = None if columns.holes else _kernels_for(self._kernels, key, sinks)
         if package is not None:
             return package.open_pages(key, window=window, shift=shift, pool=pool)
         pool = pool or PagePool(head_size=size, dtype=key.dtype, device=key.device)
         return Pages(pool, window=window, shift=shift, rows=batch, heads=heads)
 
 
-def _kernels_for(wanted: str, key: Tensor) -> Any:
-    """Return the package's module with kernels for these keys, or None.
+def _kernels_for(wanted: str, key: Tensor, sinks: Tensor | None) -> Any:
+    """Return the package's module with kernels for these keys and sinks, or None.
 
     Raises:
         ValueError: `wanted` is `triton` and there are no kernels.
@@ -284,12 +286,14 @@ def _kernels_for(wanted: str, key: Tensor) -> Any:
         package = importlib.import_module(_PACKAGE)
     except ImportError:
         package = None
-    if package is not None and package.supports(key):
+    known = () if package is None else inspect.signature(package.ExportPages.attend).parameters
+    if package is not None and package.supports(key) and (sinks is None or "sinks" in known):
         return package
     if wanted == "triton":
         raise ValueError(
             f"kernels=triton: dms-train has no kernels here for {key.dtype} on {key.device}; "
-            "install it with triton, and use float32, bfloat16 or float16 on a GPU, or kernels=auto"
+            "install its newest version with triton, and use float32, bfloat16 or float16 on a "
+            "GPU, or kernels=auto"
         )
     return None
 

@@ -70,7 +70,7 @@ def with_windows(
         return LocalLayers(policy, name, windows)
     if sinks and not isinstance(find_kernel_rule(policy), WindowRule):
         raise InferenceError(
-            f"policy={name}: does not support models with attention sinks; use policy=auto, window "
-            "or keep_all"
+            f"policy={name}: does not support models with attention sinks; use policy=window or "
+            "keep_all, or auto for a model that was retrofitted with dms"
         )
     return policy

@@ -148,7 +148,7 @@ def test_ratios_of_layers_and_memory_of_the_host_are_named(monkeypatch, capsys):
     assert run_plan(monkeypatch, "experiment=demo", *words) == 0
     shown = capsys.readouterr().out
     # of 4 layers with 3/4 on the mean, the others evict (3 - 1/2 - 2/3) / 2
-    assert shown.count("CR of layers 0 to 3: 2, 3, 12, 12") == 2
+    assert shown.count("CR by layer: 0: 2, 1: 3, 2: 12, 3: 12") == 2
     assert "of the host: 0.00 pinned by a process for the teacher's layers" in shown
 
 

@@ -50,6 +50,12 @@ def test_a_changed_value_is_named_with_what_the_run_was_started_with(
     assert named in str(refused.value)
 
 
+def test_a_resumed_run_may_move_its_teacher_to_host_memory(tmp_path) -> None:
+    file = tmp_path / CONFIG_FILE
+    file.write_text(yaml.safe_dump(to_mapping(configs.config())))
+    require_same(configs.config(teacher__offload=True), file)
+
+
 @pytest.mark.parametrize("preset", ["dms", "kvzap"])
 def test_a_folder_without_a_choice_of_trained_weights_is_read_and_resumed(tmp_path, preset) -> None:
     config = configs.config(method=asdict(PRESETS[preset]))

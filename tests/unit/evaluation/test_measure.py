@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from dms_train.evaluation.problems import ProblemSet
 from dms_train.evaluation.scorers.sheet import SheetScorer
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.validation import compare_accuracy, require_selftest, validate
+from dms_train.hf.directory import WeightReader
 from dms_train.hf.selftest import SelfTest
 from dms_train.inference import engine
 from dms_train.method import accounting
@@ -229,3 +231,12 @@ def test_weights_that_do_not_fit_the_gpu_are_refused(target, monkeypatch):
     with pytest.raises(EvaluationError, match=r"its weights take .* GiB, cuda has 0\.0 GiB free"):
         require_memory(target.export, "cuda")
     require_memory(target.export, "cpu")
+
+
+def test_the_memory_of_weights_is_that_of_their_dtype(target, monkeypatch):
+    reader = WeightReader(target.export)
+    weights = sum(reader.get(name).nbytes for name in reader.names())
+    for free in (weights - 1, weights):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2**40))
+        with pytest.raises(EvaluationError) if free < weights else nullcontext():
+            require_memory(target.export, "cuda")

@@ -34,7 +34,7 @@ DIGESTS = {
     "configuration_dms.py": "2497496dca73020c",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
-    "generation_dms.py": "3d393de9077a05d5",
+    "generation_dms.py": "70965fd904b734ba",
     "modeling_dmc.py": "476fa4929cbba9ba",
     "modeling_dms.py": "4787b5a07edb37ac",
     "modeling_llama_dmc.py": "35f8867b1790fa60",

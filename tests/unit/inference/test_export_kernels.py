@@ -232,6 +232,20 @@ def test_kernels_are_used_where_they_are(model, monkeypatch):
         m.generate(ids(1, 9), **OPTIONS)
 
 
+def test_kernels_of_a_package_without_sinks_are_not_taken_for_them(model, monkeypatch):
+    """Older packages have kernels for the keys, but their method takes no sinks."""
+    m = model("llama", "dms", kernels="triton")
+    cache = m.generate(ids(1, 9), return_dict_in_generate=True, **OPTIONS).past_key_values
+    generation = sys.modules[code(m).DMSCache.__module__]
+    key, sinks = torch.zeros(1, 2, 3, 16, device=DEVICE), torch.zeros(4)
+    assert generation._kernels_for("triton", key, sinks) is not None
+    monkeypatch.setattr(export_pages.ExportPages, "attend", lambda self, layer: None)
+    assert uses_kernels(cache)
+    assert generation._kernels_for("triton", key, None) is not None
+    with pytest.raises(ValueError, match="install its newest version"):
+        generation._kernels_for("triton", key, sinks)
+
+
 @pytest.mark.parametrize(("kernels", "dtype"), [("triton", torch.float64), ("flex", torch.float32)])
 def test_unsupported_tensors_are_refused(model, kernels, dtype):
     m = model("llama", "dms", kernels=kernels).to(dtype)

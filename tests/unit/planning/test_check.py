@@ -27,7 +27,7 @@ MODULES = "parallel__recompute_modules"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
 RETROFIT = {"target_cr": 4, "steps_per_cr": 10}
-DMC = dataclasses.asdict(PRESETS["dmc"])
+DMC, DMS = (dataclasses.asdict(PRESETS[name]) for name in ("dmc", "dms"))
 STORES = {"stage__run": ["teacher_logits"], "stage__teacher_logits": {"samples": 16}}
 GRAPH = {"parallel__cuda_graph": "always"}
 TASKS = {"stage__run_tasks": {"tasks": ["exam_sheets"]}}
@@ -326,6 +326,14 @@ def test_values_out_of_range(changes, expected):
 )
 def test_architectures_that_cannot_be_built(model, expected):
     assert any(expected in line for line in problems(model=model))
+
+
+def test_sinks_are_refused_by_other_methods_than_dms():
+    refusal = "method.kind=dmc: the model has attention sinks; use method=dms"
+    # a world size that fits no layout, so that there is a problem in any case
+    for family, method in (("gpt_oss", DMC), ("gpt_oss", DMS), ("qwen3_moe", DMC)):
+        lines = problems(3, {"family": family, "experts": EXPERTS}, method=method)
+        assert (refusal in lines) == (family == "gpt_oss" and method == DMC)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,16 @@ def test_an_offloaded_teacher_leaves_its_tables_and_two_layers_on_the_gpu():
     assert head == head_before
 
 
+def test_an_offloaded_teacher_is_counted_before_it_leaves_the_gpu():
+    config = configs.config(teacher__offload=True, parallel__params_dtype="bf16")
+    a = configs.architecture(num_layers=36, hidden_size=5120, ffn_hidden_size=32768)
+    (stage,) = stages_of(config, a, 512)  # so many copies hold few moments
+    memory = estimate(config, a, 512)
+    masters = 4 * stage.updated
+    whole = 2 * parameter_count(a)
+    assert memory.total >= memory.weights + memory.gradients + masters + 0.99 * whole
+
+
 def test_storing_a_teacher_takes_its_weights_and_no_state_of_a_training():
     stage = {"run": ["teacher_logits"], "teacher_logits": {"samples": 16}}
     values = {f"stage__{key}": value for key, value in stage.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dms_train.app import teacher_logits
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
+from dms_train.hf.architecture import RopeScaling
 from dms_train.training import loop
 from tests.support.training_loop import FakeParts
 from tests.support.wiring import Assets, Built
@@ -135,6 +136,18 @@ def test_a_stage_that_was_not_finished_is_refused(
     absent = built(**{"teacher.logits": str(tmp_path / "absent")})
     with pytest.raises(ConfigError, match="name the run folder of a finished stage"):
         _ = absent.prepared
+
+
+def test_a_record_without_the_newest_keys_of_rope_scaling_is_completed(tmp_path: Path) -> None:
+    scaling = asdict(RopeScaling(factor=8.0, rope_type="llama3"))
+    path = tmp_path / "teacher.json"
+    for left_out in ((), ("truncate", "attention_factor")):
+        stated = {key: value for key, value in scaling.items() if key not in left_out}
+        path.write_text(json.dumps({"model.architecture": {"rope_scaling": stated}}))
+        found = teacher_logits._read(path)["model.architecture"]["rope_scaling"]
+        assert found == scaling
+    path.write_text(json.dumps({"model.architecture": {"rope_scaling": None}}))
+    assert teacher_logits._read(path)["model.architecture"]["rope_scaling"] is None
 
 
 def test_a_folder_is_not_continued_with_other_settings(built: Callable[..., Built]) -> None:
