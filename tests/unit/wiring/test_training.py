@@ -199,6 +199,9 @@ WIRES: dict[str, Wire] = {
     "model.architecture.rope_scaling.beta_slow": Wire(
         0.01, slowest, pytest.approx(slowest_of_yarn(replace(YARN, beta_slow=0.01))), OLMO
     ),
+    "model.architecture.rope_scaling.truncate": Wire(
+        False, slowest, pytest.approx(slowest_of_yarn(replace(YARN, truncate=False))), OLMO
+    ),
     "model.architecture.rope_scaling.attention_factor": Wire(
         1.5,
         lambda b: b.engine._models[0].decoder.layers[0].self_attention.core_attention.scale,
