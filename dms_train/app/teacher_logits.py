@@ -15,7 +15,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.teacher_logits import StoredTeacher, stored_samples, write_part
-from dms_train.hf.architecture import Architecture, known_rope_scaling
+from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.hf.json_files import read_json, write_json
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
@@ -148,7 +148,7 @@ def _read(path: Path) -> dict[str, Any]:
     found = read_json(path)
     architecture = found.get(_ARCHITECTURE)
     if isinstance(architecture, dict):
-        architecture["rope_scaling"] = known_rope_scaling(architecture.get("rope_scaling"))
+        architecture["rope_scaling"] = RopeScaling.completed(architecture.get("rope_scaling"))
     return found
 
 

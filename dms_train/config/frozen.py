@@ -11,7 +11,7 @@ import yaml
 from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import SANDBOX
-from dms_train.hf.architecture import known_rope_scaling
+from dms_train.hf.architecture import RopeScaling
 from dms_train.mcore.options import PLAIN_LORA
 from dms_train.method.spec import DEFAULT_METHOD, KIND, PRESETS
 from dms_train.observe.state_files import current_stage
@@ -73,7 +73,7 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
     if architecture:  # written when the layers of every model were alike
         architecture.setdefault("layers", [])
         if "rope_scaling" in architecture:
-            architecture["rope_scaling"] = known_rope_scaling(architecture["rope_scaling"])
+            architecture["rope_scaling"] = RopeScaling.completed(architecture["rope_scaling"])
     stage = _block(current, "stage")
     if isinstance(stage.get("run"), list):
         stage["run"] = [current_stage(n) if isinstance(n, str) else n for n in stage["run"]]

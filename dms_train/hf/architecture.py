@@ -44,10 +44,10 @@ class RopeScaling:
     truncate: bool = True
     rope_type: Annotated[str, OneOf("llama3", "yarn", "linear")] = "llama3"
 
-
-def known_rope_scaling(stored: Any) -> Any:
-    """Return stored fields of `RopeScaling` with those that earlier versions did not have."""
-    return {**asdict(RopeScaling(factor=1.0)), **stored} if isinstance(stored, dict) else stored
+    @staticmethod
+    def completed(stored: Any) -> Any:
+        """Return stored fields with those that earlier versions did not have."""
+        return {**asdict(RopeScaling(factor=1.0)), **stored} if isinstance(stored, dict) else stored
 
 
 class Rope(NamedTuple):
