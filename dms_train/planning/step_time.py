@@ -2,8 +2,8 @@
 
 Every term is an amount of work divided by a speed: the data sheet's value times a measured share.
 The terms are added. Overlap is part of the measured shares, except for `parallel.tp_comm_overlap`:
-the time of a transfer is then reduced by the time of the products that run during it. Copies of an
-offloaded teacher count as far as the forward passes do not hide them.
+the time of a transfer is then reduced by the time of the products that run during it. Of the copies
+of an offloaded teacher, the time that is longer than the forward passes counts.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ IDS = [
     for name, options in POLICIES
 ]
 EVERY = pytest.mark.parametrize(("policy", "own"), POLICIES, ids=IDS)
-# What the engine does with every policy, whatever its options: each policy once.
+# What the engine does alike with every policy and its options: each policy once.
 ONCE = EVERY
 if not FULL_MATRIX:
     NAMED = dict(reversed(POLICIES))  # the first options that are listed
