@@ -95,8 +95,10 @@ def main() -> None:
     """Serve until the parent has ended. A fork returns, and the interpreter ends as usual."""
     import gc
 
+    gc.disable()  # until all is imported; passes over it take a second
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # what was imported stays
     with socket.socket(socket.AF_UNIX) as listening:
