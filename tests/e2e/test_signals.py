@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import launch, paused_run, stalls
-from tests.support.commands import write_python
+from tests.support.commands import forked_python
 from tests.support.ranks import Ranks, dms_train, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -33,7 +33,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     words = ("node.sh", *command(root, "whole")[1:])
     run = str(root / "whole")
-    shared |= {"NODE_NAME": "localhost", "RUN": run, **forked_python(root)}
+    shared |= {"NODE_NAME": "localhost", "RUN": run, **without_imports(root)}
     nodes = [script(root, *words, **shared) for _ in "ab"]
     for node in nodes:
         code, stderr = ended(node)
@@ -60,13 +60,12 @@ def command(root: Path, name: str) -> list[str]:
     ]
 
 
-def forked_python(root: Path) -> dict[str, str]:
+def without_imports(root: Path) -> dict[str, str]:
     """Variables with which launch scripts and torchrun start forks that have imported torch.
 
     One test starts everything anew: `test_both_ranks_stop_..._when_their_launcher_is_ended`.
     """
-    forks = launch.fork_server()
-    python = sys.executable if forks is None else str(write_python(root / "python", forks))
+    python = forked_python(root)
     return {"PYTHON": python, "PYTHON_EXEC": python}
 
 
@@ -104,7 +103,7 @@ def stopped_with_its_launcher(root: Path, name: str) -> str:
     words = paused_run.command(4, root / name, command(root, name)[2:])
     process = subprocess.Popen(
         [sys.executable, *launcher, *words],
-        env=launch.environment(**forked_python(root)),
+        env=launch.environment(**without_imports(root)),
         cwd=launch.ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -233,7 +232,7 @@ def test_a_refused_run_keeps_why_it_ended(workspace: Path) -> None:
     run = workspace / "refused"
     words = ["node.sh", *command(workspace, "refused")[1:], "parallel=single"]
     words.append(f"data.paths=[{workspace}/absent]")
-    variables = {"NPROC": "1", "RUN": str(run), "DMS_ATTEMPT": "7.1", **forked_python(workspace)}
+    variables = {"NPROC": "1", "RUN": str(run), "DMS_ATTEMPT": "7.1", **without_imports(workspace)}
     code, _ = ended(script(workspace, *words, **variables))
     assert code != 0
     message = json.loads((run / "errors" / "7.1-rank0.json").read_text())["message"]

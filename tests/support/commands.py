@@ -59,9 +59,17 @@ def write_commands(folder: Path, forks: str | None = None) -> Path:
     return folder
 
 
-def write_python(file: Path, forks: str) -> Path:
-    """Write an executable that starts modules as Python does, in forks that have imported them."""
+def forked_python(folder: Path) -> str:
+    """A Python for launchers and servers; it starts modules in forks that have imported torch.
+
+    SIGTERM and SIGINT reach the fork, which also ends when this Python is killed. Without a server
+    of forks it is that of this process.
+    """
+    forks = launch.fork_server()
+    if forks is None:
+        return sys.executable
+    file = folder / "python"
     values = {"python": sys.executable, "root": str(launch.ROOT), "forks": forks}
     file.write_text(_FORKED_PYTHON.format(**values))
     file.chmod(0o755)
-    return file
+    return str(file)
