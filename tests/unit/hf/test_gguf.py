@@ -359,7 +359,7 @@ def test_training_starts_from_a_file_and_its_exports_say_so(tmp_path):
     assert start.architecture == gguf_files.architecture()
     origin = run_provenance(start.architecture, str(path), start.model_dir)
     assert origin["gguf"]["tensor_types"] == {"F32": 20}
-    assert _tokenizer_dir(None, str(path)) == resolve(path)
+    assert _tokenizer_dir(None, {"model": str(path)}) == resolve(path)
 
 
 def test_the_hash_of_training_data_fits_the_model(tmp_path):
