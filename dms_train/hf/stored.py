@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import Shape, expected_shapes
 
-_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+_ROTATED = tuple(f"self_attn.{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
 # Tensor of all experts that holds a projection, its first column and their distance.
 _EXPERT_TENSORS = {
     "gate_proj": ("gate_up_proj", 0, 2),
@@ -34,6 +34,8 @@ class StoredPart(NamedTuple):
         expert: Index of the expert in a tensor of all experts, in which its matrix is transposed;
             None for other tensors.
         step: Distance of the rows.
+        block: Rows of a head, if the tensor in the files joins parts for each head; otherwise 0.
+        stride: Distance between the blocks of two heads.
     """
 
     stored: str
@@ -42,6 +44,8 @@ class StoredPart(NamedTuple):
     order: list[int]
     expert: int | None = None
     step: int = 1
+    block: int = 0
+    stride: int = 0
 
 
 def channel_order(a: Architecture) -> list[int]:
@@ -71,14 +75,19 @@ def stored_parts(a: Architecture) -> dict[str, StoredPart]:
     for layer in range(a.num_layers):
         at = f"model.layers.{layer}."
         for stored, modules in groups.items():
+            by_head = stored in a.described.stored_by_head
             for kind in ("weight", "bias"):
                 first = 0
                 for module in modules:
                     name = f"{at}{module}.{kind}"
                     if name in shapes:
                         rows, own = shapes[name][0], order if module in _ROTATED else []
-                        parts[name] = StoredPart(f"{at}{stored}.{kind}", first, rows, own)
-                        first += rows
+                        part = StoredPart(f"{at}{stored}.{kind}", first, rows, own)
+                        if by_head:
+                            block = rows // a.num_attention_heads
+                            part = part._replace(block=block, stride=block * len(modules))
+                        parts[name] = part
+                        first += part.block or rows
         parts |= _expert_parts(a, f"{at}mlp.experts", shapes)
     return parts
 

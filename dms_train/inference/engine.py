@@ -137,8 +137,9 @@ class InferenceEngine:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that holds tokens now, page tables included."""
-        return self._runner.cache.allocated_bytes
+        """Bytes of the memory that holds tokens now, with page tables and linear states."""
+        cache = self._runner.cache
+        return cache.allocated_bytes + (0 if cache.states is None else cache.states.nbytes)
 
     def add_request(
         self,
