@@ -78,7 +78,7 @@ CASES = {
     "qwen3_5_full_first": case(family="qwen3_5_text", kinds="fl", samples=2),
     "qwen3_5_pp2_tp2_sp": case({PP: 2}, SP, family="qwen3_5_text", kinds="lllf", stage=1),
     "qwen3_5_full_recompute": case(FULL, family="qwen3_5_text"),
-    "qwen3_5_cp2_mlp": case(CP2, MLP, family="qwen3_5_text"),
+    "qwen3_5_cp2_mlp": case(CP2, MLP, family="qwen3_5_text", kinds="fl"),
     "qwen3_5_attention": case(family="qwen3_5_text", kinds="fl", train="attention"),
     "qwen3_5_lora_tp2": case({TP: 2}, family="qwen3_5_text", kinds="fl", train="lora"),
     "lm": case(distills=False),
