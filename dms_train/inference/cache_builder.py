@@ -13,7 +13,7 @@ from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
-from dms_train.inference.cache.linear_states import LinearStates
+from dms_train.inference.cache.linear_states import LinearStates, state_bytes
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
 from dms_train.inference.cache.paged_local import LocalPagedCache
@@ -291,8 +291,10 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     rows = torch.arange(b, device=device)
     model.decoder(TokenBatch.rectangular(torch.zeros_like(position), position, rows), cache)
     peak = torch.cuda.max_memory_allocated(device) - before
-    # page tables and policy state of all rows, and of as many snapshots
+    # page tables and policy state of all rows, and of as many snapshots, which copy states too
     tables = cache.table_bytes + options.max_num_seqs * cache.snapshot_bytes
+    copied_states = options.max_num_seqs * (_copies(policy, options) - 1)
+    tables += copied_states * state_bytes(a, model.dtype)
     del cache
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

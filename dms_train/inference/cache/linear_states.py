@@ -12,6 +12,13 @@ from dms_train.hf.architecture import Architecture
 from dms_train.kernels.layers.delta_rule import MixerState
 
 
+def state_bytes(a: Architecture, dtype: torch.dtype) -> int:
+    """Return the bytes of the states of one sequence; 0 without linear attention."""
+    if a.linear is None:
+        return 0
+    return LinearStates(a, 1, dtype, torch.device("meta")).nbytes
+
+
 class LinearStates:
     """Memory of the states; a row starts anew when its sequence has position 0.
 

@@ -84,14 +84,28 @@ def gated_delta_rule(
     q, k = (_unit(x.to(dtype))[:, :, :, None] for x in (query, key))
     q = q / q.shape[-1] ** 0.5
     v, log_a, b = value.to(dtype), log_decay.to(dtype)[..., None], rate.to(dtype)[..., None]
+    if state is None:
+        sizes = (len(v), *v.shape[2:4], k.shape[-1], v.shape[-1])
+        state = torch.zeros(sizes, dtype=dtype, device=value.device)
+    if length == 1:
+        output, state = _one_token(*(x[:, 0] for x in (q, k, v, log_a, b)), state.to(dtype))
+        return output[:, None].to(value.dtype), state
     q, k, v, log_a, b = (_chunks(x, chunk) for x in (q, k, v, log_a, b))
     masks = _Masks(first, length, chunk, q.device)
-    if state is None:
-        sizes = (*v.shape[:3], k.shape[-1], v.shape[-1])
-        state = torch.zeros(sizes, dtype=dtype, device=value.device)
     outputs, state = _scan(q, k, v, log_a.squeeze(-1), b, masks, state.to(dtype))
     joined = outputs.permute(0, 3, 4, 1, 2, 5).flatten(1, 2)[:, :length]
     return joined.to(value.dtype), state
+
+
+def _one_token(
+    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, b: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the rule over a token [b, g, r or 1, ...]; return its output and the state after it."""
+    state = log_a.exp()[..., None] * state
+    q, k = q[..., None, :], k[..., None, :]
+    missing = v[..., None, :] - k @ state
+    state = state + k.mT @ (b[..., None] * missing)
+    return (q @ state).squeeze(-2), state
 
 
 def _unit(x: Tensor) -> Tensor:
