@@ -102,6 +102,11 @@ class DMSBackend(AttentionBackend):
         """Return the member of vLLM's enumeration for backends of plugins."""
         return "CUSTOM"
 
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Return True; newer versions of vLLM ask before they build a layer with a window."""
+        return True
+
     @staticmethod
     def get_impl_cls() -> type[DMSAttentionImpl]:
         """Return the implementation."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dms_train.kernels.decode.types import Step
 from dms_train.vllm_plugin.cache import GrantedCache
-from dms_train.vllm_plugin.part_graphs import LONGEST, Part, PartGraphs
+from dms_train.vllm_plugin.part_graphs import Part, PartGraphs
+from dms_train.vllm_plugin.single_graphs import MOST, SingleGraphs
 
 
 class StepInputs:
@@ -83,13 +84,55 @@ class PromptPart(NamedTuple):
     rotations: list[Tensor]
 
 
+class StepGraphs(NamedTuple):
+    """Graphs of steps with a part of a prompt.
+
+    Attributes:
+        parts: Those of parts of prompts.
+        singles: Those of requests with one token.
+    """
+
+    parts: PartGraphs
+    singles: SingleGraphs
+
+    @classmethod
+    def build(
+        cls,
+        cache: GrantedCache,
+        inputs: StepInputs,
+        *,
+        heads: int,
+        dtype: torch.dtype,
+        longest: int,
+    ) -> StepGraphs:
+        """Build what `capture` fills.
+
+        Args:
+            cache: The cache.
+            inputs: Inputs of the steps.
+            heads: Query heads.
+            dtype: Type of the tokens.
+            longest: Most tokens of a part.
+        """
+        angles = [inputs.angles_of(layer) for layer in range(len(inputs.table_of))]
+        size = angles[0].shape[-1]
+        parts = PartGraphs(cache, heads=heads, size=size, dtype=dtype, longest=longest)
+        requests = len(inputs.rows)
+        return cls(parts, SingleGraphs(cache, angles, heads=heads, dtype=dtype, requests=requests))
+
+    def capture(self) -> None:
+        """Capture all graphs anew, for the memory that the cache has now; it must be empty."""
+        self.parts.capture()
+        self.singles.capture()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchAttention:
     """Attention of the tokens of a batch; vLLM passes it to every layer as metadata.
 
     Attributes:
         cache: The cache.
-        graphs: Graphs of the cache.
+        graphs: Graphs of the cache, for a batch with parts.
         inputs: Rows of the requests. The first layer writes the angles.
         position: int64 [t]; for a captured step, in vLLM's buffer.
         singles: Number of requests with one token, padding included; they come first.
@@ -97,7 +140,7 @@ class BatchAttention:
     """
 
     cache: GrantedCache
-    graphs: PartGraphs
+    graphs: StepGraphs
     inputs: StepInputs
     position: Tensor
     singles: int
@@ -116,7 +159,12 @@ class BatchAttention:
         if layer == 0:  # a replay computes the angles anew from its positions
             self.inputs.set_angles(self.position)
         output[len(self.position) :] = 0
-        if self.singles:
+        first, graphs = slice(self.singles), self.graphs.singles
+        if self.parts and graphs.can_run(self.singles):
+            if layer == 0:
+                graphs.begin(self.position[first], self.inputs.rows[first])
+            graphs.attend(layer, query[first], key[first], value[first], output[first])
+        elif self.singles:  # vLLM may be capturing it
             self._decode(layer, query, key, value, output)
         for part in self.parts:
             self._prefill(layer, part, query, key, value, output)
@@ -149,11 +197,11 @@ class BatchAttention:
         table = part.rotations[self.inputs.table_of[layer]]
         row = self.inputs.rows[part.request, None]
         given = Part(query[tokens], key[tokens], value[tokens], self.position[tokens], row, table)
-        self.graphs.attend(layer, given, part.begins, output[tokens])
+        self.graphs.parts.attend(layer, given, part.begins, output[tokens])
 
 
 def batch_attention(
-    cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs, input_batch: Any
+    cache: GrantedCache, graphs: StepGraphs, inputs: StepInputs, input_batch: Any
 ) -> BatchAttention:
     """Describe a batch of vLLM for all layers.
 
@@ -177,7 +225,7 @@ def batch_attention(
     return BatchAttention(cache, graphs, inputs, position, singles, parts)
 
 
-def compile_steps(cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs) -> None:
+def compile_steps(cache: GrantedCache, graphs: StepGraphs, inputs: StepInputs) -> None:
     """Run decode steps that store nothing, so that none is compiled while requests wait.
 
     Kernels are compiled apart between powers of two, and there for numbers of KV lists that 16
@@ -189,8 +237,8 @@ def compile_steps(cache: GrantedCache, graphs: PartGraphs, inputs: StepInputs) -
         inputs: Inputs of the steps; no row is set afterwards.
     """
     inputs.set_rows(inputs.rows[:0])
-    for requests in _sizes_of_steps(min(len(inputs.rows), LONGEST)):
-        query, key, value = graphs.sample(requests)
+    for requests in _sizes_of_steps(min(len(inputs.rows), MOST)):
+        query, key, value = graphs.parts.sample(requests)
         position = inputs.rows.new_zeros(requests)
         batch = BatchAttention(cache, graphs, inputs, position, requests, [])
         for layer in range(cache.lists_shape[0]):

@@ -19,6 +19,7 @@ from torch import Tensor
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.prompt_graphs import chunk_sizes
 from dms_train.vllm_plugin.cache import GrantedCache
+from dms_train.vllm_plugin.captures import capture
 
 LONGEST = 2048  # most tokens of a part that is replayed; longer ones keep the GPU busy
 
@@ -99,16 +100,13 @@ class PartGraphs:
         """Capture all graphs anew, for the memory that the cache has now; it must be empty."""
         self._graphs.clear()
         device = self._cache.device
-        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-        current = torch.cuda.current_stream(device)
+        current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._compile()
         current.wait_stream(stream)
-        for kind in starmap(_Kind, product(self._layers, self._sizes, (True, False))):
-            self._graphs[kind] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graphs[kind], pool=memory, stream=stream):
-                self._run(kind)
+        kinds = starmap(_Kind, product(self._layers, self._sizes, (True, False)))
+        self._graphs = capture(kinds, self._run, stream)
 
     def _compile(self) -> None:
         """Run one token of every kind, so that all kernels are compiled before they are captured.

@@ -10,9 +10,8 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from dms_train.vllm_plugin.batch import StepInputs, batch_attention, compile_steps
+from dms_train.vllm_plugin.batch import StepGraphs, StepInputs, batch_attention, compile_steps
 from dms_train.vllm_plugin.cache import GrantedCache
-from dms_train.vllm_plugin.part_graphs import PartGraphs
 
 
 class ReportingSampler:
@@ -65,11 +64,10 @@ class DMSModelState(DefaultModelState):
         super().__init__(vllm_config, model, *args, **kwargs)
         self._attention, self._cache, tables = model.retrofit
         self._inputs = StepInputs(tables, requests=self.max_num_reqs, tokens=self.max_num_tokens)
-        first = self._attention[0]
-        self._graphs = PartGraphs(
+        self._graphs = StepGraphs.build(
             self._cache,
-            heads=first.num_heads,
-            size=first.head_size,
+            self._inputs,
+            heads=self._attention[0].num_heads,
             dtype=vllm_config.model_config.dtype,
             longest=self.max_num_tokens,
         )
@@ -135,7 +133,7 @@ class DMSModelState(DefaultModelState):
                 self._compile()
 
     def _compile(self) -> None:
-        """Compile the kernels of decode steps, and capture those of parts of prompts."""
+        """Compile the kernels of decode steps, and capture those of mixed steps."""
         compile_steps(self._cache, self._graphs, self._inputs)
         if self._captures:
             self._graphs.capture()

@@ -33,7 +33,7 @@ def chain_steps(settings: Settings) -> list[Step]:
     models += [
         Model(name, path)
         for name, path in exports(settings).items()
-        if name in {f"cr{ratio}" for ratio in _RATIOS}
+        if name in {*(f"cr{ratio}" for ratio in _RATIOS), "control"}
     ]
     runs = [_run(settings, model, task) for model in models for task in _tasks(settings)]
     root = settings.root / "chains"

@@ -14,7 +14,8 @@ command continues. Training,
 sampling and needles keep their progress, and benchmarks the tasks that have finished. Other
 measurements start over.
 
-`--policies` evaluates the original with other cache policies too, and `--dmc` trains with DMC too.
+`--policies` evaluates the original with other cache policies too. `--dmc` trains with DMC too, and
+`--control` without eviction: what the control loses is not due to eviction.
 
 `toy` takes a few steps with the embedded model on a CPU. It shows the procedure and says nothing
 about quality.
@@ -62,6 +63,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         policies=args.policies,
         ratios=args.policy_ratios,
         dmc=args.dmc,
+        control=args.control,
         allow_code=args.allow_code,
     )
     check_policies(settings)
@@ -119,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     ratios = "their compression ratios (4,8)"
     add("--policy-ratios", type=list_of(count), default=(4, 8), metavar="N,M", help=ratios)
     add("--dmc", action="store_true", help="also train with Dynamic Memory Compression")
+    add("--control", action="store_true", help="also train as long without eviction")
     code = "run the programs of HumanEval, which is left out otherwise"
     add("--allow-code", choices=("sandbox", "unisolated"), help=code)
     add("--table", type=Path, metavar="FILE", help="print the report of a report.json instead")

@@ -157,6 +157,7 @@ class Settings:
         policies: Cache policies for the original, as `NAME` or `NAME:OPTION=VALUE`.
         ratios: Compression ratios of these policies.
         dmc: Also train with Dynamic Memory Compression, on the same data.
+        control: Also train without eviction, on the same data.
         allow_code: How HumanEval runs the programs of the models, as `run.allow_code` of
             `dms-eval`; None leaves it out.
     """
@@ -177,6 +178,7 @@ class Settings:
     policies: tuple[str, ...]
     ratios: tuple[int, ...]
     dmc: bool
+    control: bool
     allow_code: str | None
 
     @property
@@ -221,11 +223,21 @@ def _training(name: str, given: list[str], needs: tuple[str, ...]) -> Step:
 
 
 def trainings(settings: Settings) -> dict[str, list[str]]:
-    """Return the overrides of `dms-train` by the name of the step: DMS, and DMC if asked for."""
-    own = {"train": _overrides(settings, "train")}
-    return own | (
-        {"train_dmc": [*_overrides(settings, "train_dmc"), *_DMC]} if settings.dmc else {}
-    )
+    """Return the overrides of `dms-train` by the name of the step: DMS, and what was asked for."""
+    made = {"train": _overrides(settings, "train")}
+    if settings.dmc:
+        made["train_dmc"] = [*_overrides(settings, "train_dmc"), *_DMC]
+    if settings.control:
+        made["train_control"] = _without_eviction(_overrides(settings, "train_control"))
+    return made
+
+
+def _without_eviction(given: list[str]) -> list[str]:
+    """Return overrides of a training with as many steps, all of them before any eviction."""
+    stage = compose(given).stage
+    annealing = round((stage.retrofit.target_cr - 1) * stage.retrofit.steps_per_cr)
+    steps = f"stage.zero_neuron.steps={stage.zero_neuron.steps + annealing}"
+    return [*given, steps, "stage.retrofit.target_cr=1", "stage.hold.branch_ratios=null"]
 
 
 def _overrides(settings: Settings, folder: str) -> list[str]:
@@ -241,7 +253,7 @@ def _overrides(settings: Settings, folder: str) -> list[str]:
 
 
 def exports(settings: Settings) -> dict[str, Path]:
-    """Return the directory of each export by its name, such as `cr2` or `dmc_cr4`."""
+    """Return the directory of each export by its name: `cr2`, `dmc_cr4` or `control`."""
     found = {}
     for training, given in trainings(settings).items():
         config = compose(given)
@@ -252,7 +264,8 @@ def exports(settings: Settings) -> dict[str, Path]:
             for ratio in config.stage.hold.branch_ratios or ()
             if ratio < target
         }
-        for name, folder in (folders | {f"cr{target:g}": "final"}).items():
+        last = f"cr{target:g}" if target > 1 else ""  # the control
+        for name, folder in (folders | {last: "final"}).items():
             export = Path(config.run.dir) / "exports" / folder / "hf"
             found["_".join(filter(None, (prefix, name)))] = export
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -17,9 +18,14 @@ from dms_train.kernels.decode.types import FP8
 from dms_train.method.accounting import live_slots
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
-from dms_train.vllm_plugin.batch import BatchAttention, StepInputs, batch_attention, compile_steps
+from dms_train.vllm_plugin.batch import (
+    BatchAttention,
+    StepGraphs,
+    StepInputs,
+    batch_attention,
+    compile_steps,
+)
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool
-from dms_train.vllm_plugin.part_graphs import PartGraphs
 from tests.support.host_reads import HostReads
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +39,11 @@ BATCHES = [
     [(3, 1), (1, 9)],
     [(3, 1), (1, 4)],
     [(1, 1), (3, 1), (0, 12)],
-    *[[(0, 1), (3, 1), (1, 1)]] * 9,
+    *[[(0, 1), (3, 1), (1, 1)]] * 7,
+    [(0, 1), (3, 1), (1, 1), (2, 6)],
+    [(0, 1), (1, 1), (2, 1), (3, 1), (4, 5)],
+    [(0, 1), (2, 1), (1, 1), (4, 6)],  # padded in the place of row 3
+    [(3, 1), (0, 1)],
 ]
 
 
@@ -88,8 +98,9 @@ def new_cache(stored=None):
     return cache
 
 
-def new_graphs(cache):
-    return PartGraphs(cache, heads=HEADS * GROUP, size=SIZE, dtype=torch.float32, longest=16)
+@functools.cache
+def graphs_of(cache, inputs):
+    return StepGraphs.build(cache, inputs, heads=HEADS * GROUP, dtype=torch.float32, longest=16)
 
 
 def new_inputs():
@@ -126,7 +137,7 @@ def run_eager(cache, inputs, requests, batch):
         "num_computed_tokens_np": np.array(computed),
     }
     described = SimpleNamespace(positions=position, num_tokens=sum(counts), **fields)
-    attention = batch_attention(cache, new_graphs(cache), inputs, described)
+    attention = batch_attention(cache, graphs_of(cache, inputs), inputs, described)
     output = torch.full_like(query, torch.nan)
     for layer in range(LAYERS):
         attention.attend(layer, query[layer], key[layer], value[layer], output[layer])
@@ -167,7 +178,7 @@ class Captured:
         self.key, self.value = torch.zeros(2, *shape, HEADS, SIZE)
         self.output = torch.zeros_like(self.query)
         self._batch = BatchAttention(
-            cache, new_graphs(cache), inputs, self.position, self.SLOTS, []
+            cache, graphs_of(cache, inputs), inputs, self.position, self.SLOTS, []
         )
         inputs.set_rows(self.position[:0].int())  # the dummy batch of a capture
         self.replay()
@@ -228,7 +239,7 @@ def test_padding_stores_nothing(stored):
 def test_compiling_stores_nothing(stored, monkeypatch):
     """Rows and pages are empty after what runs before the first request."""
     cache, inputs = new_cache(stored), new_inputs()
-    graphs = new_graphs(cache)
+    graphs = graphs_of(cache, inputs)
     inputs.set_rows(torch.arange(ROWS))
     sizes, attend = [], cache.attend
     monkeypatch.setattr(
@@ -239,7 +250,7 @@ def test_compiling_stores_nothing(stored, monkeypatch):
     compile_steps(cache, graphs, inputs)
     assert sizes == [size for size in (1, 2, 3, 4, ROWS) for _ in range(LAYERS)]
     assert inputs.rows.tolist() == [-1] * ROWS
-    graphs._compile()
+    graphs.parts._compile()
     assert not cache.lists.lengths.any()
     assert int(cache.pool.free.left) == PAGES
     assert not cache.pool.free.fault.any()
