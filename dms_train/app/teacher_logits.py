@@ -151,6 +151,9 @@ def _read(path: Path) -> dict[str, Any]:
         architecture["rope_scaling"] = RopeScaling.completed(architecture.get("rope_scaling"))
         layers = [{"linear": False, **layer} for layer in architecture.get("layers", [])]
         found[_ARCHITECTURE] = {"linear": None, **architecture, "layers": layers}
+        experts = architecture.get("experts")
+        if experts is not None:
+            found[_ARCHITECTURE]["experts"] = {"shared_ffn_hidden_size": 0, **experts}
     return found
 
 

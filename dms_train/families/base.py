@@ -11,9 +11,10 @@ Layout = Literal["plain", "qkv", "gated", "linear", "taps"]
 # Activation of a gated MLP, with the name that transformers uses in config.json.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 # A dimension of a tensor: `hidden`, `ffn`, `head` (one head), `query` (all query heads), `key` (all
-# KV heads), `heads` (number of query heads), `experts` (number of them), `expert_ffn`. In layers
-# with linear attention: `linear_key` and `linear_value` (all heads), `linear_heads` (number of
-# value heads), `linear_head` (one value head), `taps` of the convolution, `one`.
+# KV heads), `heads` (number of query heads), `experts` (number of them), `expert_ffn`, `shared_ffn`
+# (width of a shared expert), `one`. In layers with linear attention: `linear_key` and
+# `linear_value` (all heads), `linear_heads` (number of value heads), `linear_head` (one value
+# head), `taps` of the convolution.
 Dimension = Literal[
     "hidden",
     "ffn",
@@ -23,6 +24,7 @@ Dimension = Literal[
     "heads",
     "experts",
     "expert_ffn",
+    "shared_ffn",
     "linear_key",
     "linear_value",
     "linear_heads",
@@ -97,12 +99,21 @@ class ExpertKeys(NamedTuple):
         normalize: Key that says whether the weights of a token's experts are divided by their sum;
             None if they always are.
         topk: `num_experts_per_tok` if config.json lacks the key.
+        experts: Number of experts if config.json lacks the key.
+        expert_width: Width of an expert if config.json lacks the key.
+        normalizes: Value of `normalize` if config.json lacks the key.
+        shared: Key of the width of a further expert, through which every token passes and whose
+            output a gate multiplies; None in a family without.
     """
 
     number: str = "num_experts"
     width: str = "moe_intermediate_size"
     normalize: str | None = "norm_topk_prob"
     topk: int = 8
+    experts: int = 128
+    expert_width: int = 768
+    normalizes: bool = False
+    shared: str | None = None
 
 
 class Refusal(NamedTuple):
@@ -157,6 +168,7 @@ _SANDWICH_NORMS = (
     _POST_NORMS[1],
 )
 _ROUTER = (ParameterMap("mlp.router.weight", ("mlp.gate.weight",)),)
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
 _LINEAR_BIAS = (
     ParameterMap("mlp.router.bias", ("mlp.gate.bias",)),
     ParameterMap("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",)),
@@ -282,7 +294,8 @@ class ModelFamily:
             with the one that lies half the rotated channels after it.
         stored: Modules of a layer whose weights have other names in the files, by the name in the
             files. Several modules are joined by rows, in this order.
-        stored_by_head: Those of `stored` that join their modules for each query head.
+        stored_by_head: Those of `stored` that join their modules for each query head, or for each
+            key head of linear attention.
         multimodal: `model_type` of checkpoints with a vision tower, whose language model is of this
             family. Its keys are in `text_config`, and its tensors have the prefix
             `model.language_model`. None if there are none.
@@ -337,6 +350,11 @@ class ModelFamily:
         return self.expert_keys is not None
 
     @property
+    def shares_expert(self) -> bool:
+        """True if every token passes through one expert of each layer besides its own."""
+        return self.expert_keys is not None and self.expert_keys.shared is not None
+
+    @property
     def causal_lm(self) -> str:
         """Name of the model class of transformers."""
         return f"{self.classes}ForCausalLM"
@@ -365,6 +383,9 @@ class ModelFamily:
         for number in range(experts):
             names = f"{LOCAL_EXPERTS}.{number}", f"mlp.experts.{number}"
             mlp += _mlp(*names, bias=self.linear_bias)
+        if self.shares_expert:
+            mlp += _mlp("mlp.shared_experts", "mlp.shared_expert")
+            mlp += (ParameterMap("mlp.shared_experts.gate_weight", (_SHARED_GATE,)),)
         if linear:
             return _LINEAR + self._norms + mlp
         rows = tuple(f"{n}.weight" for n in (_GATED_QKV if self.output_gate else _QKV))
@@ -396,6 +417,9 @@ class ModelFamily:
         mlp = _mlp_tensors("mlp", "ffn") if not experts else dict(_ROUTER_TENSORS)
         for number in range(experts):
             mlp |= _mlp_tensors(f"mlp.experts.{number}", "expert_ffn", bias=self.linear_bias)
+        if self.shares_expert:
+            mlp |= _mlp_tensors("mlp.shared_expert", "shared_ffn")
+            mlp |= {_SHARED_GATE: ("one", "hidden")}
         norms: dict[str, tuple[Dimension, ...]] = {
             name: ("hidden",) for entry in self._norms for name in entry.hf
         }
@@ -423,6 +447,11 @@ LINEAR_PARTS = {
     "linear_attn.conv1d": tuple(f"linear_attn.conv1d_{part}" for part in "qkv"),
 }
 """Queries, keys and values of linear attention in one matrix, for `ModelFamily.stored`."""
+LINEAR_PARTS_BY_HEAD = {
+    "linear_attn.in_proj_qkvz": tuple(f"linear_attn.in_proj_{part}" for part in "qkvz"),
+    "linear_attn.in_proj_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+}
+"""Projections of linear attention joined for each key head, for `ModelFamily.stored`."""
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Types of layers in `layer_types` of config.json."""
 _WINDOW, _FULL_LAYERS = 4096, 28  # defaults of transformers in Qwen2 and Qwen3
@@ -522,6 +551,44 @@ def refuse_local_rope(config: Mapping[str, Any], key: str, default: Any) -> Refu
         if block.get(name, only) != only:
             return Refusal(name, block[name], f"use a model with {only} in {SLIDING} layers")
     return None
+
+
+_PERIOD = 4  # default of `full_attention_interval`
+
+
+def _linear_kinds(config: Mapping[str, Any]) -> Any:
+    """Return `layer_types`, or what transformers derives from `full_attention_interval`."""
+    stated = config.get("layer_types")
+    if stated is not None:
+        return stated
+    period = config.get("full_attention_interval", _PERIOD)
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return [LINEAR if layer % period else FULL for layer in layers]
+
+
+def refuse_linear(config: Mapping[str, Any]) -> Refusal | None:
+    """Refuse layers that `LINEAR_LAYERS` cannot read, and models without full attention."""
+    period = config.get("full_attention_interval", _PERIOD)
+    if type(period) is not int or period < 1:
+        return Refusal("full_attention_interval", period, "state a whole number above 0")
+    kinds = _linear_kinds(config)
+    refusal = refuse_kinds(kinds, (LINEAR, FULL), config["num_hidden_layers"])
+    if refusal is None and FULL not in kinds:
+        return Refusal("layer_types", kinds, "use a model with layers of full attention")
+    return refusal
+
+
+def _read_linear(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
+    linear, full = LayerAttention(rotary_base=None, linear=True), LayerAttention(rotary_base=base)
+    return tuple(linear if kind == LINEAR else full for kind in _linear_kinds(config))
+
+
+def _write_linear(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
+    return {"layer_types": [LINEAR if layer.linear else FULL for layer in layers]}
+
+
+LINEAR_LAYERS = LayerKeys(_read_linear, _write_linear, has_linear=True)
+"""Keys of Qwen3-Next and Qwen3.5: `layer_types`, `full_attention_interval`."""
 
 
 def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:

@@ -76,12 +76,14 @@ class Experts:
         topk: Number of experts that a token passes through.
         ffn_hidden_size: Width of an expert.
         normalize: Whether the weights of a token's experts are divided by their sum.
+        shared_ffn_hidden_size: Width of an expert through which every token passes; 0 without.
     """
 
     count: int
     topk: int
     ffn_hidden_size: int
     normalize: bool
+    shared_ffn_hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +295,10 @@ class Architecture:
         keys = FAMILIES[self.family].expert_keys
         if experts is None or keys is None:
             return
+        if (experts.shared_ffn_hidden_size > 0) != (keys.shared is not None):
+            fix = "use 0" if keys.shared is None else "use a number above 0"
+            shared = experts.shared_ffn_hidden_size
+            yield f"{path}.experts.shared_ffn_hidden_size={shared}: {fix} with {self.family} models"
         if keys.width == "intermediate_size" and experts.ffn_hidden_size != self.ffn_hidden_size:
             yield (
                 f"{path}.experts.ffn_hidden_size={experts.ffn_hidden_size}: use "
@@ -378,7 +384,7 @@ _SCALING_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "linear": ("factor",),
 }
-_HYBRID_MIXTURES = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+_UNREAD_MIXTURES = ("qwen3_5_moe", "qwen3_5_moe_text")
 _METHOD_PREFIX = re.compile(f"({'|'.join(OPTIONS)})_")
 
 
@@ -397,8 +403,8 @@ def family_of(config: Mapping[str, Any]) -> str:
     family = _METHOD_PREFIX.sub("", str(model_type), count=1)
     if family not in FAMILIES:
         fix = f"use one of {', '.join(FAMILIES)}"
-        if family in _HYBRID_MIXTURES:
-            fix = f"experts beside linear attention are not implemented; {fix}"
+        if family in _UNREAD_MIXTURES:
+            fix = f"experts of Qwen3.5 are not implemented; {fix}"
         raise _config(config).refusal("model_type", model_type, fix)
     return family
 
@@ -570,10 +576,11 @@ def _experts(config: Values, family: ModelFamily) -> Experts | None:
         return None
     new = "num_local_experts" in config.values
     experts = Experts(
-        count=config.whole("num_local_experts" if new else keys.number, 128),
+        count=config.whole("num_local_experts" if new else keys.number, keys.experts),
         topk=config.whole("num_experts_per_tok", keys.topk),
-        ffn_hidden_size=config.whole(keys.width, 768),
-        normalize=keys.normalize is None or config.flag(keys.normalize, default=False),
+        ffn_hidden_size=config.whole(keys.width, keys.expert_width),
+        normalize=keys.normalize is None or config.flag(keys.normalize, default=keys.normalizes),
+        shared_ffn_hidden_size=config.whole(keys.shared, keys.expert_width) if keys.shared else 0,
     )
     if experts.topk > experts.count:
         fix = f"state at most the number of experts, {experts.count}"
@@ -611,6 +618,7 @@ def _expert_keys(experts: Experts, keys: ExpertKeys) -> dict[str, Any]:
         "num_experts_per_tok": experts.topk,
         keys.width: experts.ffn_hidden_size,
         **({} if keys.normalize is None else {keys.normalize: experts.normalize}),
+        **({} if keys.shared is None else {keys.shared: experts.shared_ffn_hidden_size}),
     }
 
 

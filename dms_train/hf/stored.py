@@ -65,6 +65,31 @@ def file_channel(a: Architecture, channel: int) -> int:
     return channel if channel < 0 else channel_order(a)[channel]
 
 
+def _joined_parts(stored: str, rows: dict[str, int], heads: int) -> dict[str, StoredPart]:
+    """Return the parts of a tensor that joins modules.
+
+    Args:
+        stored: Name of the tensor in the files.
+        rows: Rows of each module, in order; 0 for one without this tensor.
+        heads: Number of heads for each of which it joins them; 0 if it joins them whole.
+    """
+    parts, first = dict[str, StoredPart](), 0
+    stride = sum(rows.values()) // heads if heads else 0
+    for module, count in rows.items():
+        block = count // heads if heads else 0
+        if count:
+            parts[module] = StoredPart(stored, first, count, [], block=block, stride=stride)
+        first += block or count
+    return parts
+
+
+def _heads(a: Architecture, stored: str) -> int:
+    """Return the number of heads for which a tensor in the files joins its modules."""
+    if a.linear is not None and stored.startswith("linear_attn."):
+        return a.linear.key_heads
+    return a.num_attention_heads
+
+
 def stored_parts(a: Architecture) -> dict[str, StoredPart]:
     """Return the tensors that the files hold under another name or in another order, by name."""
     order = channel_order(a)
@@ -75,19 +100,12 @@ def stored_parts(a: Architecture) -> dict[str, StoredPart]:
     for layer in range(a.num_layers):
         at = f"model.layers.{layer}."
         for stored, modules in groups.items():
-            by_head = stored in a.described.stored_by_head
+            heads = _heads(a, stored) if stored in a.described.stored_by_head else 0
             for kind in ("weight", "bias"):
-                first = 0
-                for module in modules:
-                    name = f"{at}{module}.{kind}"
-                    if name in shapes:
-                        rows, own = shapes[name][0], order if module in _ROTATED else []
-                        part = StoredPart(f"{at}{stored}.{kind}", first, rows, own)
-                        if by_head:
-                            block = rows // a.num_attention_heads
-                            part = part._replace(block=block, stride=block * len(modules))
-                        parts[name] = part
-                        first += part.block or rows
+                rows = {m: shapes.get(f"{at}{m}.{kind}", (0,))[0] for m in modules}
+                for module, part in _joined_parts(f"{at}{stored}.{kind}", rows, heads).items():
+                    own = order if module in _ROTATED else []
+                    parts[f"{at}{module}.{kind}"] = part._replace(order=own)
         parts |= _expert_parts(a, f"{at}mlp.experts", shapes)
     return parts
 

@@ -17,13 +17,15 @@ def _layer_shapes(a: Architecture, *, linear: bool) -> dict[str, Shape]:
         "query": a.num_attention_heads * a.kv_channels,
         "key": a.num_query_groups * a.kv_channels,
         "heads": a.num_attention_heads,
+        "one": 1,
     }
     if a.experts is not None:
         sizes |= {"experts": a.experts.count, "expert_ffn": a.experts.ffn_hidden_size}
+        sizes |= {"shared_ffn": a.experts.shared_ffn_hidden_size}
     if a.linear is not None:
         sizes |= {"linear_key": a.linear.keys, "linear_value": a.linear.values}
         sizes |= {"linear_heads": a.linear.value_heads, "linear_head": a.linear.value_channels}
-        sizes |= {"taps": a.linear.taps, "one": 1}
+        sizes |= {"taps": a.linear.taps}
     named = FAMILIES[a.family].layer_tensors(a.num_experts, linear=linear)
     return {name: tuple(sizes[of] for of in dimensions) for name, dimensions in named.items()}
 

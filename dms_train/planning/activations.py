@@ -117,7 +117,9 @@ class Microbatch:
         """Bytes of one half of the gated projection on this rank: t f p / tp."""
         a = self.architecture
         experts = a.experts
-        width = a.ffn_hidden_size if experts is None else experts.topk * experts.ffn_hidden_size
+        width = a.ffn_hidden_size
+        if experts is not None:
+            width = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
         return self.tokens * width // self.tp * self.width
 
     @property

@@ -93,12 +93,13 @@ def _split_experts(parallel: ParallelOptions, architecture: Architecture) -> Ite
         )
     if experts.count % ep:
         yield f"{where}: does not divide the model's {experts.count} experts; use a divisor of it"
-    if experts.ffn_hidden_size % tp:
-        size = f"experts.ffn_hidden_size={experts.ffn_hidden_size}"
-        yield (
-            f"parallel.tensor_model_parallel_size={tp}: does not divide the model's {size}; "
-            "use a divisor of it"
-        )
+    for name in ("ffn_hidden_size", "shared_ffn_hidden_size"):
+        size = getattr(experts, name)
+        if size % tp:
+            yield (
+                f"parallel.tensor_model_parallel_size={tp}: does not divide the model's "
+                f"experts.{name}={size}; use a divisor of it"
+            )
     if tp > 1 and not parallel.sequence_parallel:
         yield (
             f"parallel.sequence_parallel=false: experts need it with "

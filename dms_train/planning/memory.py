@@ -512,8 +512,12 @@ def _linear_replicated(a: Architecture) -> int:
     """Count what `_replicated` counts, for a layer with linear attention."""
     if a.linear is None:
         return 0
-    experts = a.num_experts * a.hidden_size
-    return _outer_norms(a) + a.linear.value_channels + experts
+    return _outer_norms(a) + a.linear.value_channels + _gates(a)
+
+
+def _gates(a: Architecture) -> int:
+    """Count the weights of the router, and of the gate of a shared expert."""
+    return (a.num_experts + a.described.shares_expert) * a.hidden_size
 
 
 def _outer_norms(a: Architecture) -> int:
@@ -522,8 +526,9 @@ def _outer_norms(a: Architecture) -> int:
 
 
 def mlp_products(a: Architecture) -> int:
-    """Count the weights of the MLP of one layer, if there is one."""
-    return 3 * a.hidden_size * a.ffn_hidden_size if a.experts is None else 0
+    """Count the weights of the MLP of one layer, or of the expert that all tokens share."""
+    width = a.ffn_hidden_size if a.experts is None else a.experts.shared_ffn_hidden_size
+    return 3 * a.hidden_size * width
 
 
 def _sharded(a: Architecture) -> int:
@@ -540,4 +545,4 @@ def _replicated(a: Architecture) -> int:
     per_head = a.qk_layernorm and not family.joint_qk_norm
     norms = _outer_norms(a) + (2 * a.kv_channels if per_head else 0)
     biases = a.hidden_size + a.num_experts if family.linear_bias else 0
-    return norms + a.num_experts * a.hidden_size + biases
+    return norms + _gates(a) + biases

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dms_train.families import FAMILIES
-from tests.support import parity_runs
+from tests.support import parity_runs, tiny
 from tests.support.matrix import FULL_MATRIX
 
 BAR = 1e-5
@@ -216,4 +216,4 @@ def test_layout_equals_one_process(
     worst = parity_runs.largest_difference(found, expected)
     print(f"{layout} {family} {preset} {variant}: loss {worst_loss:.1e}, gradients {worst:.1e}")
     assert worst_loss < BAR
-    assert worst < (LINEAR_BAR if family == "qwen3_5_text" else BAR)
+    assert worst < (LINEAR_BAR if family in tiny.HYBRIDS else BAR)

@@ -20,6 +20,11 @@ from tests.support.experts import experts_of
 from tests.support.plain_delta import sizes_of
 
 LAYERS = (LayerAttention(rotary_base=1e3, window=16), LayerAttention(rotary_base=1e4))
+HYBRID = {
+    "layers": (LayerAttention(rotary_base=None, linear=True), LAYERS[1]),
+    "linear": sizes_of("qwen3_5_text"),
+    "partial_rotary_factor": 0.5,
+}
 MODELS = {
     "gemma3_text": {"layers": LAYERS},
     "glm4": {"partial_rotary_factor": 0.5},
@@ -31,11 +36,8 @@ MODELS = {
     },
     "olmo3": {"layers": LAYERS, "rope_scaling": yarn.RULE},
     "phi3": {"partial_rotary_factor": 0.5},
-    "qwen3_5_text": {
-        "layers": (LayerAttention(rotary_base=None, linear=True), LAYERS[1]),
-        "linear": sizes_of("qwen3_5_text"),
-        "partial_rotary_factor": 0.5,
-    },
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": {**HYBRID, "experts": experts_of("qwen3_next")},
     "qwen3_moe": {"experts": experts_of("qwen3_moe")},
 }
 

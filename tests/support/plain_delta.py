@@ -13,7 +13,7 @@ from dms_train.hf.architecture import Architecture, LinearAttention
 
 def sizes_of(family: str, key_heads: int = 2) -> LinearAttention | None:
     """Sizes of linear attention in the tiny models of families that have it."""
-    if not family.startswith("qwen3_5"):
+    if not family.startswith(("qwen3_5", "qwen3_next")):
         return None
     return LinearAttention(
         key_heads=key_heads, value_heads=2 * key_heads, key_channels=6, value_channels=10, taps=4

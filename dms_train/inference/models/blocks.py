@@ -165,13 +165,19 @@ def geglu(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Gated MLP."""
+    """Gated MLP.
 
-    def __init__(self, a: Architecture) -> None:
+    Args:
+        a: The model.
+        width: Inner width; None for that of the model's MLPs.
+    """
+
+    def __init__(self, a: Architecture, width: int | None = None) -> None:
         super().__init__()
+        width = width or a.ffn_hidden_size
         self.gate = swiglu if a.described.activation == "silu" else geglu
-        self.gate_up_proj = nn.Linear(a.hidden_size, 2 * a.ffn_hidden_size, bias=False)
-        self.down_proj = nn.Linear(a.ffn_hidden_size, a.hidden_size, bias=False)
+        self.gate_up_proj = nn.Linear(a.hidden_size, 2 * width, bias=False)
+        self.down_proj = nn.Linear(width, a.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update [t, c] of x [t, c]."""

@@ -88,7 +88,8 @@ def gated_delta_rule(
         sizes = (len(v), *v.shape[2:4], k.shape[-1], v.shape[-1])
         state = torch.zeros(sizes, dtype=dtype, device=value.device)
     if length == 1:
-        output, state = _one_token(*(x[:, 0] for x in (q, k, v, log_a, b)), state.to(dtype))
+        tokens = q[:, 0], k[:, 0], v[:, 0], log_a[:, 0], b[:, 0]
+        output, state = _one_token(*tokens, state.to(dtype))
         return output[:, None].to(value.dtype), state
     q, k, v, log_a, b = (_chunks(x, chunk) for x in (q, k, v, log_a, b))
     masks = _Masks(first, length, chunk, q.device)

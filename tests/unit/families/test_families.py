@@ -35,6 +35,7 @@ def tiny_model(family):
         head_dim=8,
         vocab_size=11,
         **({"num_experts": 3, "moe_intermediate_size": 12} if FAMILIES[family].has_experts else {}),
+        **({"shared_expert_intermediate_size": 7} if FAMILIES[family].shares_expert else {}),
         **(LINEAR_SIZES if family in LINEAR else {}),
         **FAMILIES[family].written,
     )
@@ -56,7 +57,7 @@ def test_a_family_is_named_like_its_module_and_its_classes_in_transformers(famil
 def test_tensors_of_a_layer_are_those_of_transformers(family, linear, tmp_path):
     stacks = FAMILIES[family].stacked_experts
     sizes = {"hidden": 24, "ffn": 40, "head": 8, "query": 32, "key": 16, "heads": 4}
-    sizes |= {"experts": 3, "expert_ffn": 40 if stacks else 12}
+    sizes |= {"experts": 3, "expert_ffn": 40 if stacks else 12, "shared_ffn": 7}
     sizes |= {"linear_key": 8, "linear_value": 30, "linear_heads": 6, "linear_head": 5}
     sizes |= {"taps": 3, "one": 1}
     experts = 3 if FAMILIES[family].has_experts else 0

@@ -46,6 +46,10 @@ LAYERS = {
         LayerAttention(rotary_base=None, linear=True),
         LayerAttention(rotary_base=1e6),
     ),
+    "qwen3_next": (
+        LayerAttention(rotary_base=None, linear=True),
+        LayerAttention(rotary_base=1e6),
+    ),
     "smollm3": (LayerAttention(rotary_base=None), LayerAttention(rotary_base=1e6)),
 }
 
@@ -137,7 +141,7 @@ def spec() -> Callable[..., DMSSpec]:
 
 
 def _norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
-    weight = 1 + weight if a.family in ("gemma3_text", "qwen3_5_text") else weight
+    weight = 1 + weight if FAMILIES[a.family].centered_norms else weight
     return x * (x.pow(2).mean(-1, keepdim=True) + a.layernorm_epsilon).rsqrt() * weight
 
 
@@ -203,7 +207,7 @@ def _attention(
             weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + w("sinks")[head].exp())
         outputs.append(weights @ states["v"][:, head // group])
     joined = torch.cat(outputs, -1)
-    if a.family == "qwen3_5_text":
+    if FAMILIES[a.family].output_gate:
         joined = joined * (x @ w("gate_proj.weight").T).sigmoid()
     update = joined @ w("o_proj.weight").T
     return update + (w("o_proj.bias") if a.family == "gpt_oss" else 0), decision
@@ -249,7 +253,12 @@ def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
     if a.experts.normalize:
         shares = shares / shares.sum(-1, keepdim=True)
     outputs = [_swiglu(x, w, f"experts.{n}.") for n in range(a.experts.count)]
-    return (torch.stack(outputs, 1) * shares[..., None]).sum(1)
+    update = (torch.stack(outputs, 1) * shares[..., None]).sum(1)
+    if FAMILIES[a.family].shares_expert:
+        update = update + (x @ w("shared_expert_gate").T).sigmoid() * _swiglu(
+            x, w, "shared_expert."
+        )
+    return update
 
 
 def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tuple[Tensor, Tensor]:

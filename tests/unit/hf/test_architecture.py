@@ -454,7 +454,7 @@ def test_stories(stories):
         ("qwen3_5_text", {"layer_types": None, "full_attention_interval": 0}, "above 0"),
         ("qwen3_5_text", {"linear_num_key_heads": 3}, "a divisor of linear_num_value_heads=4"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0"),
-        ("qwen3_5_text", {"model_type": "qwen3_next"}, "experts beside linear attention"),
+        ("qwen3_5_text", {"model_type": "qwen3_5_moe_text"}, "experts of Qwen3.5"),
         ("glm4", {"attention_bias": False}, "attention_bias=False"),
         ("phi3", {"partial_rotary_factor": 0.75}, "RoPE says 0.5; make them agree"),
         ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.4}, "rotates 3 of 8"),
