@@ -312,8 +312,8 @@ class InferenceEngine:
             request_id: Request id; the first of several continuations counts.
 
         Returns:
-            int64 [live] on the CPU for each layer and KV head. None while the request waits, or if
-            the cache keeps no positions.
+            int64 [live] on the CPU for each KV head of each layer with keys and values. None while
+            the request waits, or if the cache keeps no positions.
 
         Raises:
             InferenceError: There is no such request.

@@ -142,15 +142,16 @@ def layer_spec(
         outer = IdentityOp
     fused_names = _FUSED_LINEAR if linear else _FUSED_ATTENTION
     fused_names = fused_names if has_experts else {**fused_names, **_FUSED_MLP}
-    attention = _attention_spec(architecture, method, layer_backend, train, decides=decides)
+    if linear:
+        mixer = _linear_spec(architecture, method, layer_backend)
+    else:
+        mixer = _attention_spec(architecture, method, layer_backend, train, decides=decides)
     return ModuleSpec(
         module=layer,
         params={"norm": layer_backend.norm} if family.sandwich_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
-            self_attention=_linear_spec(architecture, method, layer_backend)
-            if linear
-            else attention,
+            self_attention=mixer,
             self_attn_bda=get_bias_dropout_add,
             # router and experts share one norm
             pre_mlp_layernorm=layer_backend.norm if has_experts and fuses else outer,
