@@ -7,6 +7,7 @@ A dataclass whose fields depend on each other has a method `check(path)` that yi
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import typing
@@ -146,10 +147,16 @@ def wrong_types(options: Any, path: str = "") -> Iterator[str]:
 
 def _values(options: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield key, value and type of every field."""
-    hints = typing.get_type_hints(type(options), include_extras=True)
+    hints = _hints(options.__class__)
     for item in fields(options):
         here = f"{path}.{item.name}" if path else item.name
         yield here, getattr(options, item.name), hints[item.name]
+
+
+@functools.cache
+def _hints(declared: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, whose text Python evaluates at every request."""
+    return typing.get_type_hints(declared, include_extras=True)
 
 
 def _beyond_limits(options: Any, path: str) -> Iterator[str]:

@@ -20,6 +20,7 @@ from hypothesis import settings
 
 FIRST = ("distributed", "e2e", "faults", "golden", "unit/mcore", "unit/inference", "unit/wiring")
 
+gc.disable()  # until the tests are collected: passes over what they import take seconds
 settings.register_profile("untimed", deadline=None)  # an example may be slow beside other work
 settings.load_profile("untimed")
 
@@ -46,6 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Set up Triton's interpreter; let the garbage collector pass over what has been imported."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     if "triton" in sys.modules and not torch.cuda.is_available():

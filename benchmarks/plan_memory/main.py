@@ -135,6 +135,7 @@ def stages(case: Case) -> list[PipelineStage]:
         distills=case.kind != "lm",
         trainable=trainable,
         shares=case.kind != "lm" and case.trains != "all",
+        offloads=case.offloads,
     )
     return [
         PipelineStage(
@@ -202,6 +203,7 @@ def step_cells(row: dict[str, Any], c: Calibration) -> list[object]:
 
 def _words(case: Case) -> str:
     trains = "" if case.trains == "all" else f", train={case.trains}"
+    trains += ", teacher offloaded" * case.offloads
     return f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}{trains}"
 
 

@@ -5,10 +5,11 @@ Several ranks may share an import; an export takes one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from dms_train.app import launcher
 from dms_train.app.exporter import ModelExporter, check_format, run_provenance
 from dms_train.app.frozen_base import stored_base
 from dms_train.app.start_point import described_model
-from dms_train.export.card import TRAINING_DATA
+from dms_train.export.card import EARLY_STOP, TRAINING_DATA
 from dms_train.export.writer import check_replaceable
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
@@ -42,6 +43,10 @@ from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
 
 _SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
+_IMPORTED_FROM = "imported_from"
+# What an export says of its origin, and of the end of its training; an import keeps both.
+_ORIGIN = ("model", "gguf", TRAINING_DATA)
+_POSITION = ("step", "consumed_samples", EARLY_STOP)
 
 
 @contextmanager
@@ -132,8 +137,11 @@ def import_model(
     directory = resolve(model, revision=revision, local_files_only=not download)
     architecture = read_architecture(directory)
     spec = formats.read_spec(directory)
+    recorded = {} if spec is None else formats.read_provenance(directory)
     state = TrainState(
-        eviction_enabled=spec is not None, target_cr=formats.read_target_cr(directory)
+        eviction_enabled=spec is not None,
+        target_cr=formats.read_target_cr(directory),
+        **{key: recorded[key] for key in _POSITION if key in recorded},
     )
     source = WeightReader(directory)
     leftovers = source.require(architecture)
@@ -146,7 +154,11 @@ def import_model(
     parallel = import_layout(architecture, launcher.world_size(), dtype)
     spec = spec or PRESETS[DEFAULT_METHOD].spec
     with open_engine(architecture, spec, parallel, source) as engine:
-        origin = run_provenance(architecture, model, directory)
+        origin = {
+            **run_provenance(architecture, model, directory),
+            **{key: recorded[key] for key in _ORIGIN if key in recorded},
+            _IMPORTED_FROM: str(directory.resolve()),
+        }
         engine.save_weights(out, {**state.to_dict(), **origin})
     return dtype
 
@@ -167,7 +179,7 @@ def export_checkpoint(
         out: Directory to write; replaces an earlier export only.
         options: Format and dtype; `options.dtype` must be set.
         tokenizer_from: Model directory or hub id whose tokenizer files are carried over; None
-            takes the model the run started from, if it still exists.
+            takes the imported directory or the model the run started from, if it still exists.
         selftest_tokens: Length of the self-test; None takes the window and 128 more.
 
     Raises:
@@ -178,7 +190,7 @@ def export_checkpoint(
     state = checkpoint.check(path)
     architecture, spec = described_model(path, state)
     check_replaceable(out)
-    tokenizer = _tokenizer_dir(tokenizer_from, state.get("model"))
+    tokenizer = _tokenizer_dir(tokenizer_from, state)
     dtype = options.dtype or "fp32"
     trainable = Trainable.of(state.get(ADAPTERS))
     base = stored_base(state)
@@ -194,11 +206,7 @@ def export_checkpoint(
             tokens=_random_tokens(engine, selftest_tokens),
             source_dir=tokenizer,
             params_dtype=dtype,
-            provenance={
-                key: state[key]
-                for key in ("model", "versions", "gguf", TRAINING_DATA)
-                if key in state
-            },
+            provenance={key: state[key] for key in (*_ORIGIN, "versions") if key in state},
             adapter_base=base,
         )
         exporter.write_hf(out, state)
@@ -212,7 +220,10 @@ def _random_tokens(engine: McoreEngine, wanted: int | None) -> torch.Tensor:
     return torch.randint(0, engine.architecture.vocab_size, (length,), generator=generator)
 
 
-def _tokenizer_dir(wanted: str | None, model: str | None) -> Path | None:
+def _tokenizer_dir(wanted: str | None, state: Mapping[str, Any]) -> Path | None:
     if wanted is not None:
         return resolve(wanted)
-    return resolve(model) if model is not None and Path(model).exists() else None
+    for model in (state.get(_IMPORTED_FROM), state.get("model")):
+        if model is not None and Path(model).exists():
+            return resolve(model)
+    return None

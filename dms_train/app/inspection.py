@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf.directory import WeightReader, read_architecture
-from dms_train.hf.formats import Stated, read_stated
+from dms_train.hf.formats import Stated, read_provenance, read_stated
 from dms_train.hf.formats.registry import MARKER_FILE
 from dms_train.hf.gguf_directory import is_gguf, read_gguf_record
 from dms_train.hf.gguf_model import GgufModel
@@ -61,7 +61,7 @@ def describe_model(directory: Path) -> dict[str, Any]:
         facts["spec"] = stated.spec.to_dict()
         facts["selftest"] = (directory / REFERENCE).is_file()
     if (directory / MARKER_FILE).is_file():
-        facts["provenance"] = read_json(directory / MARKER_FILE).get("provenance")
+        facts["provenance"] = read_provenance(directory)
     return facts
 
 

@@ -10,8 +10,7 @@ from dms_train.app.start_point import StartPoint
 from dms_train.data.manifest import origins_of, read_manifest
 from dms_train.data.options import DataOptions
 from dms_train.export.card import TRAINING_DATA
-from dms_train.hf.formats.registry import MARKER_FILE
-from dms_train.hf.json_files import read_json
+from dms_train.hf.formats import read_provenance
 from dms_train.mcore.checkpoints.state import STATE_FILE, read_state
 
 
@@ -49,10 +48,7 @@ def origins(options: DataOptions) -> list[dict[str, Any]]:
 
 def _recorded(student: Path) -> list[list[dict[str, Any]]]:
     """Return the record of a checkpoint or an export; empty if it has none."""
-    if (student / STATE_FILE).is_file():
-        stored = read_state(student)
-    else:
-        marker = student / MARKER_FILE
-        stored = read_json(marker).get("provenance", {}) if marker.is_file() else {}
+    read = read_state if (student / STATE_FILE).is_file() else read_provenance
+    stored = read(student)
     recorded: list[list[dict[str, Any]]] = stored.get(TRAINING_DATA, [])
     return recorded

@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="compute dtype (default: the one the reference was computed in)",
+        default="float32",
+        help="compute dtype (%(default)s)",
     )
     parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     return parser

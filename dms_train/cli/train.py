@@ -60,8 +60,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _run(config: RunConfig, until: str | None = None) -> None:
+    gc.disable()  # passes over what imports leave in memory take a second
     from dms_train.app.session import run  # after the configuration was checked
 
+    gc.enable()
     if not gc.get_freeze_count():
         gc.freeze()  # megatron collects garbage before each checkpoint: not among what is imported
     run(config, until)

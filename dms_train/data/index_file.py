@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dms_train.data.errors import DataError
+from dms_train.data.errors import DataError, refuse_pointer
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -110,6 +110,7 @@ def _read_header(path: Path) -> tuple[str, int, int]:
     with path.open("rb") as stream:
         head = stream.read(_HEADER.size)
     if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
+        refuse_pointer(path)
         raise DataError(f"{path}: not a Megatron index file; tokenise the data again")
     _, version, code, sequences, boundaries = _HEADER.unpack(head)
     if version != 1 or code not in _DTYPES:

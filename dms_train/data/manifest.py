@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from dms_train.data.errors import DataError
+from dms_train.data.errors import DataError, refuse_pointer
 from dms_train.data.index_file import bin_path, idx_path, read_index
 from dms_train.data.origins import UNKNOWN_TERMS, Origin, counted
 
@@ -152,7 +152,8 @@ def read_manifest(prefix: str | Path) -> Manifest:
     """Read the manifest of a shard.
 
     Raises:
-        DataError: It is missing, is not valid JSON, or has other fields than this version writes.
+        DataError: It is missing, is a Git LFS pointer, is not valid JSON, or has other fields than
+            this version writes.
     """
     path = manifest_path(prefix)
     try:
@@ -160,6 +161,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
     except FileNotFoundError:
         raise DataError(f"{path}: missing; {_advice(prefix)}") from None
     except ValueError as error:
+        refuse_pointer(path)
         raise DataError(f"{path}: not valid JSON ({error}); tokenise the data again") from None
     version = record.get("format_version") if isinstance(record, dict) else None
     if version != FORMAT_VERSION:
@@ -191,8 +193,8 @@ def check_layout(prefix: str | Path, manifest: Manifest) -> None:
     """Check sizes, header and numbers of a shard; reads no file whole.
 
     Raises:
-        DataError: A file is missing, its size or header is wrong, or its numbers of documents or
-            tokens differ.
+        DataError: A file is missing or a Git LFS pointer, its size or header is wrong, or its
+            numbers of documents or tokens differ.
     """
     _check_sizes(prefix, manifest)
     _check_counts(prefix, manifest)
@@ -291,6 +293,7 @@ def _check_size(prefix: str | Path, path: Path, size: int) -> None:
     if not path.is_file():
         raise DataError(f"{path}: missing; {_advice(prefix)}")
     if path.stat().st_size != size:
+        refuse_pointer(path)
         raise DataError(
             f"{path}: {path.stat().st_size} bytes, the manifest says {size}; "
             "the file is truncated or damaged: copy it or tokenise the data again"

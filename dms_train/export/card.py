@@ -60,7 +60,8 @@ class BaseModel:
 
     Attributes:
         name: Hub id or name of its folder; None for a model trained from scratch.
-        hub_id: Its id on the hub, if the run named the model by its id.
+        hub_id: Its id on the hub, if the run named the model by its id, or the card of a converted
+            GGUF file names the model that was quantised.
         front_matter: Inherited keys of the model's own card.
         converted: Phrase that states the conversion of a GGUF file; None for other models.
     """
@@ -93,9 +94,12 @@ def read_base(model: str | None) -> BaseModel:
         front, record = _front_matter(directory / CARD_FILE), read_gguf_record(directory)
     except FileNotFoundError:
         pass  # the licence stays unknown
+    hub_id = model if is_id else None
+    if record is not None and isinstance(front.get("base_model"), str):
+        hub_id = front["base_model"]
     return BaseModel(
-        name=model if is_id else Path(model).name,
-        hub_id=model if is_id else None,
+        name=hub_id or Path(model).name,
+        hub_id=hub_id,
         front_matter={key: front[key] for key in _INHERITED if _is_stated(front.get(key))},
         converted=None if record is None else describe_types(record),
     )
@@ -143,9 +147,10 @@ def render(
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if compressed is not None:
         front["tags"] = _tags(compressed[0].spec)
+    no_base = "none: trained from scratch" if "model" in provenance else UNKNOWN
     origin = [
-        ("base model", base.name or "none: trained from scratch"),
-        ("licence of the base model", base.license if base.name else "none"),
+        ("base model", base.name or no_base),
+        ("licence of the base model", base.license if base.name else no_base.partition(":")[0]),
         ("family", architecture.family),
         *([] if base.converted is None else [("weights of the base model", base.converted)]),
     ]

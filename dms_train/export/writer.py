@@ -84,6 +84,8 @@ class _Described:
             config |= layout.config_keys(model)
             if self.code_files():
                 config |= transformers_keys(self.architecture.family, layout.method)
+                if config["rope_scaling"] is None:
+                    del config["rope_scaling"]  # transformers 5 warns of the key; our code adds it
         return config
 
     def code_files(self) -> dict[str, str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dms_train import git_lfs
 from dms_train.hf.errors import HFError
 
-_LFS_POINTER = b"version https://git-lfs"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def refuse_pointer(path: str | Path, data: bytes) -> None:
     """Refuse the start of a file that Git LFS has left out: HFError with the fix."""
-    if data.startswith(_LFS_POINTER):
-        raise HFError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
+    refusal = git_lfs.refusal(data)
+    if refusal is not None:
+        raise HFError(f"{path}: {refusal}")
 
 
 def read_text(path: Path) -> str:

@@ -73,11 +73,8 @@ def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1
 
 
 def taken_branches(stage: Stage) -> Iterator[tuple[int, int]]:
-    """Yield step and ratio of each hold branch that leaves the annealing of `stage`."""
-    for step in range(1, stage.steps):
-        ratio = stage.integer_passed(step)
-        if ratio is not None and ratio in stage.branches:
-            yield step, ratio
+    """Return step and ratio of each hold branch that leaves the annealing of `stage`."""
+    return (passed for passed in stage.integer_steps() if passed[1] in stage.branches)
 
 
 def checkpoint_count(config: RunConfig, loaded_cr: float, begin: str) -> int:
@@ -98,7 +95,8 @@ def checkpoint_count(config: RunConfig, loaded_cr: float, begin: str) -> int:
     )
     saves, first = 0, 0
     for stage in _trained(stages):
-        saved = {stage.steps, *(step - first for step in _interval_steps(config, first, stage))}
+        at_intervals = _interval_steps(config, first, stage)[: keep + 1]  # no more are counted
+        saved = {stage.steps, *(step - first for step in at_intervals)}
         if config.stage.export.every_integer_cr:
             saved.update(_ratio_steps(stage))
         saved.update(_kept_steps(stage))
@@ -133,7 +131,7 @@ def _interval_steps(config: RunConfig, first: int, stage: Stage) -> range:
 
 def _ratio_steps(stage: Stage) -> list[int]:
     """Return the steps before the last one that pass an integer ratio."""
-    return [step for step in range(1, stage.steps) if stage.integer_passed(step) is not None]
+    return [step for step, _ in stage.integer_steps()]
 
 
 def _kept_steps(stage: Stage) -> list[int]:

@@ -20,6 +20,7 @@ VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
 TEACHER_LOGITS = "teacher_logits"
 STAGES = (TEACHER_LOGITS, *TRAINED_STAGES, "export", VALIDATE_EXPORT, RUN_TASKS)
 _SEEDS = 2**32
+_RATIOS, _STEPS_PER_RATIO = 10_000, 2**48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,8 @@ class RetrofitOptions:
     and in `hold`, the evicted shares of layers keep their proportions.
     """
 
-    target_cr: Annotated[float, AtLeast(1)]
-    steps_per_cr: Annotated[int, AtLeast(1)]
+    target_cr: Annotated[float, AtLeast(1), Below(_RATIOS)]
+    steps_per_cr: Annotated[int, AtLeast(1), Below(_STEPS_PER_RATIO)]
     start_cr: Annotated[float | None, AtLeast(1)] = None
     annealing: Annotated[str, OneOf("linear", "immediate")] = "linear"
     max_kl: Annotated[float | None, Positive()] = None

@@ -6,7 +6,8 @@ channel is zero in the last zeroing step, and the ratio is the target in the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -63,6 +64,10 @@ class Stage:
         """Return the integer ratio that step `stage_step` reached, if it reached one."""
         return None
 
+    def integer_steps(self) -> Iterator[tuple[int, int]]:
+        """Yield step and ratio of each integer ratio that a step before the last one reaches."""
+        return iter(())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroNeuronStage(Stage):
@@ -100,11 +105,21 @@ class RetrofitStage(Stage):
 
     def integer_passed(self, stage_step: int) -> int | None:
         """Return the integer that the annealed ratio crosses, if any."""
-        before, now = (
-            schedule.compression_ratio(s, self.steps_per_cr, self.target_cr, self.start_cr)
-            for s in (stage_step - 1, stage_step)
+        before, now = self._integer_after(stage_step - 1), self._integer_after(stage_step)
+        return now if now > before else None
+
+    def integer_steps(self) -> Iterator[tuple[int, int]]:
+        """Search the step of each integer, because there may be billions of steps."""
+        for ratio in range(int(self.start_cr) + 1, int(self.target_cr) + 1):
+            step = bisect.bisect_left(range(self.steps), ratio, key=self._integer_after)
+            if step < self.steps:
+                yield step, ratio
+
+    def _integer_after(self, stage_step: int) -> int:
+        ratio = schedule.compression_ratio(
+            stage_step, self.steps_per_cr, self.target_cr, self.start_cr
         )
-        return int(now) if int(now) > int(before) else None
+        return int(ratio)
 
     def held_at(self, ratio: float) -> RetrofitStage:
         """Return the stage with all of its steps at `ratio`."""

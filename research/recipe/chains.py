@@ -11,7 +11,16 @@ from dms_train.evaluation.analysis.comparison import PEAK, READS, Comparison
 from dms_train.evaluation.scaling.results import Point, RunResult, load
 from dms_train.tables import markdown_table
 from research.lab.steps import Step
-from research.recipe.steps import EVALUATE, ORIGINAL, Model, Settings, documents, exports, trainings
+from research.recipe.steps import (
+    CONTROL,
+    EVALUATE,
+    ORIGINAL,
+    Model,
+    Settings,
+    documents,
+    exports,
+    trainings,
+)
 
 _LENGTHS = (0.5, 1, 2)  # in units of 1,024 tokens
 _WIDTHS = (1, 2, 4, 8, 16)
@@ -33,7 +42,7 @@ def chain_steps(settings: Settings) -> list[Step]:
     models += [
         Model(name, path)
         for name, path in exports(settings).items()
-        if name in {*(f"cr{ratio}" for ratio in _RATIOS), "control"}
+        if name in {*(f"cr{ratio}" for ratio in _RATIOS), CONTROL}
     ]
     runs = [_run(settings, model, task) for model in models for task in _tasks(settings)]
     root = settings.root / "chains"
@@ -70,14 +79,17 @@ def _folder(settings: Settings, name: str, task: str) -> Path:
 
 
 def measured_chains(settings: Settings) -> dict[str, Any]:
-    """Return the points of all runs that have finished, and the margins of their frontiers."""
+    """Return the points of all runs that have finished, and the margins of their frontiers.
+
+    The control has points only: it evicts nothing, so it is on no frontier of an export.
+    """
     runs: dict[tuple[str, str], RunResult] = {}
     for task in _FILES:
         for name in (ORIGINAL, *exports(settings)):
             folder = _folder(settings, name, task)
             if (folder / "summary.json").is_file():
                 runs[task, name] = load([folder])
-    comparison = Comparison(list(runs.values()))
+    comparison = Comparison([run for (_, name), run in runs.items() if name != CONTROL])
     return {
         "points": [
             {"task": task, "model": name, **_numbers(point)}

@@ -14,6 +14,7 @@ from research.lab.steps import Step
 
 ROOT = Path(__file__).parents[2]
 ORIGINAL = "original"
+CONTROL = "control"  # trained without eviction
 _FETCH = (str(ROOT / "scripts" / "fetch_models.py"),)
 _DATA = ("-m", "dms_train.data_prep.prepare")
 TRAIN = ("-m", "dms_train")
@@ -228,7 +229,8 @@ def trainings(settings: Settings) -> dict[str, list[str]]:
     if settings.dmc:
         made["train_dmc"] = [*_overrides(settings, "train_dmc"), *_DMC]
     if settings.control:
-        made["train_control"] = _without_eviction(_overrides(settings, "train_control"))
+        name = f"train_{CONTROL}"
+        made[name] = _without_eviction(_overrides(settings, name))
     return made
 
 

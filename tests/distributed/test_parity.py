@@ -100,6 +100,28 @@ CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
+# They divide eight KV heads, which the variant `eight_heads` has.
+EIGHT_RANK_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp8": (8, {"context_parallel_size": 8}),
+    "recompute_cp4_tp2_sp": (
+        8,
+        {
+            "context_parallel_size": 4,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            **FULL_RECOMPUTE,
+        },
+    ),
+    "selective_cp4_pp2_vp2": (
+        8,
+        {
+            "context_parallel_size": 4,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "recompute_granularity": "selective",
+        },
+    ),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "retrofit": {"plan": {"target_cr": 8.0}},
     "immediate_sum": {
@@ -118,6 +140,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "packed": True,
     },
 }
+EIGHT_HEADS = {
+    "plan": {"target_cr": 8.0},
+    "packed": True,
+    "architecture": {"num_attention_heads": 16, "num_query_groups": 8},
+}
+EIGHT_RANK_CASES = [
+    ("llama", "dms", layout, "eight_heads")
+    for layout in EIGHT_RANK_LAYOUTS
+    if FULL_MATRIX or "pp2" not in layout
+]
 # Default cases of the context-parallel layouts.
 CONTEXT_CASES = [
     ("qwen3", "dms_nvidia", "cp2", "immediate_sum"),
@@ -147,7 +179,8 @@ def _cases() -> list[tuple[str, str, str, str]]:
     if FULL_MATRIX:
         layouts = [*LAYOUTS, *CONTEXT_LAYOUTS]
         mixed = itertools.product(mixtures, PRESETS, EXPERT_LAYOUTS, VARIANTS)
-        return [*itertools.product(FAMILIES, PRESETS, layouts, VARIANTS), *mixed]
+        whole = itertools.product(FAMILIES, PRESETS, layouts, VARIANTS)
+        return [*whole, *mixed, *EIGHT_RANK_CASES]
     families = list(FAMILIES)
     others = [name for name in VARIANTS if name not in ("retrofit", "layer_targets")]
     chosen = [(family, WHOLE_LAYOUT, "retrofit") for family in families]
@@ -161,11 +194,11 @@ def _cases() -> list[tuple[str, str, str, str]]:
     presets = {name: PRESETS[index % len(PRESETS)] for index, name in enumerate(families)}
     cases = [(family, presets[family], *rest) for family, *rest in chosen]
     of_experts = [(name, PRESETS[0], "tp2_ep2", "retrofit") for name in mixtures]
-    return [*of_experts, *CONTEXT_CASES, *LAYER_TARGET_CASES, *cases]
+    return [*of_experts, *CONTEXT_CASES, *EIGHT_RANK_CASES, *LAYER_TARGET_CASES, *cases]
 
 
 CASES = _cases()
-ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS | EIGHT_RANK_LAYOUTS
 
 
 def _describe(family: str, preset: str, layout: str, variant: str) -> dict[str, Any]:
@@ -178,7 +211,7 @@ def _describe(family: str, preset: str, layout: str, variant: str) -> dict[str, 
         "family": family,
         "preset": preset,
         "layout": options,
-        **VARIANTS[variant],
+        **(EIGHT_HEADS if variant == "eight_heads" else VARIANTS[variant]),
     }
 
 

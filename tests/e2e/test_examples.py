@@ -94,6 +94,19 @@ PARAMETERS = {
 }
 
 
+def test_the_stored_outputs_are_complete_and_say_nothing_of_the_machine() -> None:
+    path = EXAMPLES / "smollm2.ipynb"
+    assert path.stat().st_size < 300_000
+    code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [1, 2, 3, 4, 5, 6]
+    outputs = [output for cell in code for output in cell.outputs]
+    assert all(o.get("name") == "stdout" or "image/png" in o.get("data", {}) for o in outputs)
+    assert pictures_of(code) == [0, 0, 0, 0, 1, 1]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert text.count("--- original") == text.count("--- retrofit") == 2
+    assert not re.search(r"(/[\w.-]+){2}|[Ww]arn", text)
+
+
 @pytest.fixture(scope="module")
 def cells(export: Path) -> list[Any]:
     """Return the notebook's code cells with their outputs."""
@@ -105,6 +118,11 @@ def cells(export: Path) -> list[Any]:
     first.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     NotebookClient(notebook, timeout=600).execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def pictures_of(cells: list[Any]) -> list[int]:
+    """Return the number of pictures of each cell."""
+    return [sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells]
 
 
 @pytest.mark.timeout(900)
@@ -120,10 +138,7 @@ def test_the_notebook_prints_answers_and_caches_of_both_models(cells: list[Any],
 
 @pytest.mark.timeout(900)
 def test_the_notebook_draws_the_cache_and_what_each_head_keeps(cells: list[Any]) -> None:
-    pictures = [
-        sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells
-    ]
-    assert pictures == [0, 0, 0, 0, 1, 1]
+    assert pictures_of(cells) == [0, 0, 0, 0, 1, 1]
 
 
 def test_every_script_is_listed_in_the_readme():

@@ -32,7 +32,12 @@ SHORT = [
 ]
 
 
-TO_4 = ["parallel=single", "stage.retrofit.target_cr=4"]
+TO_4 = [
+    "parallel=single",
+    "stage.retrofit.target_cr=4",
+    "stage.run=[zero_neuron,retrofit,hold,export]",
+    "stage.hold.steps=4",
+]
 OF_THE_MACHINE = (
     "train/tokens_per_second",
     "train/tflops_per_device",
@@ -86,7 +91,7 @@ def retrofit(root: Path, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    """A retrofit to CR 4 in one process."""
+    """A retrofit to CR 4, and a hold there, in one process."""
     train(1, *retrofit(folder, "whole"), *TO_4)
     return folder / "whole"
 
@@ -191,24 +196,38 @@ def test_dms_is_evaluated_between_the_window_and_the_original(
 
 
 @pytest.fixture(scope="module")
-def resumed(folder: Path) -> Path:
-    """The same retrofit, killed in zero_neuron, at CR 2 and after CR 3."""
-    words = [*retrofit(folder, "killed"), *TO_4]
-    for kill_at in (4, 8, 18):
-        killed(folder / f"killed-{kill_at}", kill_at, words)
-    train(1, *words)
+def logs(folder: Path) -> list[str]:
+    """Logs of the same retrofit with a branch that holds CR 2, killed four times.
+
+    In zero_neuron, before CR 2, in the branch, between its first checkpoint and its end, and after
+    CR 3.
+    """
+    words = [*retrofit(folder, "killed"), *TO_4, "stage.hold.branch_ratios=[2]"]
+    starts = [killed(folder / f"killed-{step}", step, words) for step in (4, 8, 13, 18)]
+    return [*starts, train(1, *words)]
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, logs: list[str]) -> Path:
+    """The run folder of these starts."""
     return folder / "killed"
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_a_killed_run_resumes_with_the_same_losses_and_weights(
-    undisturbed: Path, resumed: Path
+    undisturbed: Path, resumed: Path, logs: list[str]
 ) -> None:
+    """Its branch, which the undisturbed run does not take, leaves them as they are."""
+    assert "resuming from" in logs[3]
+    assert "step_00000012" in logs[3]  # inside the branch, which left after step 11
     assert rows(resumed) == rows(undisturbed)
-    for name in ("final", "cr2"):
+    for name in ("final", "cr3", "cr2"):
         weights = [run / f"exports/{name}/hf/model.safetensors" for run in (undisturbed, resumed)]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
+        same = weights[0].read_bytes() == weights[1].read_bytes()
+        assert same == (name != "cr2")
+    verified = launch.module("dms_train.checkpoints_tools.verify", str(resumed / "exports/cr2/hf"))
+    assert "PASS" in launch.checked(verified)
 
 
 @pytest.mark.dist
@@ -245,13 +264,14 @@ def test_a_killed_run_of_adapters_resumes_and_exports_the_same(folder: Path) -> 
     assert adapter["base_model_name_or_path"] == str(folder / "pretrain/exports/final/hf")
 
 
-def killed(pauses: Path, step: int, words: list[str]) -> None:
-    """Start a run and kill it before a step."""
+def killed(pauses: Path, step: int, words: list[str]) -> str:
+    """Start a run and kill it before a step; its log."""
     pauses.mkdir()
     log = pauses / "log"
     ranks = Ranks.start(paused_run.train_with_pause, 1, step, pauses, *words, log=log)
     paused_run.wait_for_pause(pauses, 1, ranks.running)
     ranks.kill()
+    return ranks.output(0)
 
 
 def has_optimizer(checkpoint: Path) -> bool:
@@ -265,39 +285,13 @@ def test_only_the_newest_checkpoints_have_optimizer_state(folder: Path, resumed:
     """The weights at CR 2 start another run."""
     run = resumed
     kept = sorted(path.name for path in (run / "checkpoints").glob("step_????????"))
-    assert kept == ["step_00000018", "step_00000021"]
+    assert kept == ["step_00000024", "step_00000025"]
     assert all(has_optimizer(run / "checkpoints" / name) for name in kept)
     ratios = [run / f"exports/cr{ratio}/megatron" for ratio in (2, 3, 4)]
     assert not any(has_optimizer(path) for path in [run / "weights/zero_neuron", *ratios])
     held = [*retrofit(folder, "held_at_2"), "parallel=single", f"run.load={ratios[0]}"]
     train(1, *held, "stage.run=[hold,export]", "stage.hold.steps=2")
     assert [row["train/target_cr"] for row in rows(folder / "held_at_2")] == [2, 2]
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(600)
-def test_a_hold_branch_leaves_the_final_weights_as_they_are(folder: Path) -> None:
-    """Killed in the branch at CR 2, between its first checkpoint and its end."""
-    stages = ["stage.run=[zero_neuron,retrofit,hold,export]", "stage.hold.steps=4"]
-    words = {name: [*retrofit(folder, name), *stages] for name in ("plain", "branched")}
-    train(1, *words["plain"], "parallel=single")
-    branched = [*words["branched"], "parallel=single", "stage.hold.branch_ratios=[2]"]
-    killed(folder / "branch", 13, branched)
-    log = train(1, *branched)
-    assert "resuming from" in log
-    assert "step_00000012" in log  # inside the branch, which left after step 11
-    weights = {
-        (run, name): (folder / run / f"exports/{name}/hf/model.safetensors").read_bytes()
-        for run in words
-        for name in ("cr2", "final")
-    }
-    assert weights["branched", "final"] == weights["plain", "final"]
-    assert weights["branched", "cr2"] != weights["plain", "cr2"]
-    assert rows(folder / "branched") == rows(folder / "plain")
-    verified = launch.module(
-        "dms_train.checkpoints_tools.verify", str(folder / "branched/exports/cr2/hf")
-    )
-    assert "PASS" in launch.checked(verified)
 
 
 def test_a_run_folder_stands_for_its_newest_whole_checkpoint(folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support import served_model
+from tests.support.commands import forked_python
 from tests.support.served_model import ask, wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,6 +39,7 @@ class Process:
         words: Further arguments.
         module: What to run.
         descriptors: Most open files; None leaves the limit.
+        python: What starts the module.
         environment: Further variables.
     """
 
@@ -47,10 +49,11 @@ class Process:
         *words: str,
         module: str = "dms_train.cli.serve",
         descriptors: int | None = None,
+        python: str = sys.executable,
         **environment: str,
     ) -> None:
         limit = () if descriptors is None else ("prlimit", f"--nofile={descriptors}")
-        command = (*limit, sys.executable, "-m", module, str(model), "--port", "0", *words)
+        command = (*limit, python, "-m", module, str(model), "--port", "0", *words)
         self.inner = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -111,9 +114,10 @@ def test_what_runs_is_finished_after_sigterm(model):
     assert "river" not in server.log
 
 
-def test_late_requests_are_ended_and_the_key_of_the_environment_is_required(model):
+def test_late_requests_are_ended_and_the_key_of_the_environment_is_required(model, tmp_path):
     words = ("--drain-seconds", "0", "--served-model-name", "small")
-    with started(model, *words, DMS_API_KEY="secret") as server:
+    python = forked_python(tmp_path)
+    with started(model, *words, python=python, DMS_API_KEY="secret") as server:
         assert ask(f"{server.url}/v1/models")[0] == 401
         status, _, answer = ask(f"{server.url}/v1/models", Authorization="Bearer secret")
         assert status == 200
@@ -127,10 +131,11 @@ def test_late_requests_are_ended_and_the_key_of_the_environment_is_required(mode
     assert "Traceback" not in server.log
 
 
-def test_a_broken_engine_ends_the_process(model):
+def test_a_broken_engine_ends_the_process(model, tmp_path):
     """Five requests fail one after the other; nothing is tried again meanwhile."""
     words = ("--prefill-chunk", "8")
-    with started(model, *words, module="tests.support.broken_server") as server:
+    how = {"module": "tests.support.broken_server", "python": forked_python(tmp_path)}
+    with started(model, *words, **how) as server:
         body = {"prompt": [5] * 12, "max_tokens": 2}
         for _ in range(5):
             assert ask(f"{server.url}/health")[0] == 200

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import launch, paused_run, stalls
+from tests.support.commands import forked_python
 from tests.support.ranks import Ranks, dms_train, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -32,7 +33,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     words = ("node.sh", *command(root, "whole")[1:])
     run = str(root / "whole")
-    nodes = [script(root, *words, **shared, NODE_NAME="localhost", RUN=run) for _ in "ab"]
+    shared |= {"NODE_NAME": "localhost", "RUN": run, **without_imports(root)}
+    nodes = [script(root, *words, **shared) for _ in "ab"]
     for node in nodes:
         code, stderr = ended(node)
         assert code == 0, stderr
@@ -56,6 +58,15 @@ def command(root: Path, name: str) -> list[str]:
         f"stage.pretrain.steps={STEPS}",
         f"run.dir={root}/{name}",
     ]
+
+
+def without_imports(root: Path) -> dict[str, str]:
+    """Variables with which launch scripts and torchrun start forks that have imported torch.
+
+    One test starts everything anew: `test_both_ranks_stop_..._when_their_launcher_is_ended`.
+    """
+    python = forked_python(root)
+    return {"PYTHON": python, "PYTHON_EXEC": python}
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -92,7 +103,7 @@ def stopped_with_its_launcher(root: Path, name: str) -> str:
     words = paused_run.command(4, root / name, command(root, name)[2:])
     process = subprocess.Popen(
         [sys.executable, *launcher, *words],
-        env=launch.environment(),
+        env=launch.environment(**without_imports(root)),
         cwd=launch.ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -193,7 +204,7 @@ def script(root: Path, file: str, *arguments: str, **extra: str) -> subprocess.P
     """Start a launch script in a folder that holds no code."""
     return subprocess.Popen(
         ["bash", str(launch.ROOT / "launch" / file), *arguments],
-        env=launch.environment(PYTHON=sys.executable, **extra),
+        env=launch.environment(**{"PYTHON": sys.executable, **extra}),
         cwd=root,
         stderr=subprocess.PIPE,
         text=True,
@@ -221,7 +232,8 @@ def test_a_refused_run_keeps_why_it_ended(workspace: Path) -> None:
     run = workspace / "refused"
     words = ["node.sh", *command(workspace, "refused")[1:], "parallel=single"]
     words.append(f"data.paths=[{workspace}/absent]")
-    code, _ = ended(script(workspace, *words, NPROC="1", RUN=str(run), DMS_ATTEMPT="7.1"))
+    variables = {"NPROC": "1", "RUN": str(run), "DMS_ATTEMPT": "7.1", **without_imports(workspace)}
+    code, _ = ended(script(workspace, *words, **variables))
     assert code != 0
     message = json.loads((run / "errors" / "7.1-rank0.json").read_text())["message"]
     assert message.startswith(f"error: {workspace}/absent.manifest.json: missing")

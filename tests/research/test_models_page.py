@@ -37,6 +37,11 @@ MODELS = {
 CHOICES = ("hellaswag@10", "arc_easy@25", "arc_challenge@25", "piqa@20", "winogrande@5")
 CHOICES += ("openbookqa@5",)
 LAMBADA = ("lambada_openai@0", "lambada_openai@10")
+QWEN = {
+    "original": "original",
+    **{f"cr{ratio}": f"DMS at CR {ratio}" for ratio in (2, 3, 4, 6, 8)},
+    "control": "no eviction",
+}
 VARIANTS = {
     "none": (H100, "base"),
     "eviction channel 0": (H100, "channel-0"),
@@ -112,9 +117,8 @@ def percent(found: Mapping[str, float]) -> str:
 
 def test_the_page_has_the_numbers_of_qwen() -> None:
     rows, found = page_rows("docs/models.md"), record("qwen25_coder_0_5b.json")
-    titles = {"original": "original"} | {f"cr{n}": f"DMS at CR {n}" for n in (2, 4, 8)}
     for model in found["models"]:
-        cells, needles = rows[f"Qwen, {titles[model['name']]}"], model["needles"]
+        cells, needles = rows[f"Qwen, {QWEN[model['name']]}"], model["needles"]
         assert cells[0] == f"{model['perplexity']['continuation']['cr_factor']:.2f}"
         if model["name"] != "original":
             assert cells[1] == f"{model['validation']['kl_nats_per_token']:.4f}"
@@ -123,13 +127,15 @@ def test_the_page_has_the_numbers_of_qwen() -> None:
         lengths = ("1024", "4096", "8192", "16384")
         assert cells[4:8] == [f"{needles[key]['value']:.2f}" for key in lengths]
         assert cells[8] == f"{needles['16384']['reads_per_token']:,.0f}"
+    names = ["original", "control", "cr2", "cr4", "cr8"]
     points = {
         (p["task"], p["model"], p["chains"], p["length"]): p for p in found["chains"]["points"]
     }
     for title, task in (("GSM8K", "gsm8k"), ("MATH-500", "math500"), ("HumanEval", "humaneval")):
         for chains in (1, 4, 16):
-            row = [points[task, name, chains, 2] for name in titles]
+            row = [points[task, name, chains, 2] for name in names]
             cells = [percent(point["accuracy"]) for point in row]
+            row.pop(names.index("control"))
             cells += [f"{point['kv_reads']:,.0f}" for point in row]
             assert rows[f"{title}, {chains}"] == cells
     text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
@@ -137,6 +143,20 @@ def test_the_page_has_the_numbers_of_qwen() -> None:
         if margin["cost"] == "KV reads":
             low, high = margin["interval"]
             assert f"{margin['value']:+.1f} [{low:.1f}, {high:.1f}]" in text
+
+
+def test_the_page_has_the_scores_of_qwen() -> None:
+    rows, found = page_rows("docs/models.md"), record("qwen25_coder_0_5b.json")
+    choices = (*CHOICES, "mmlu@5")
+    for model in found["models"]:
+        cells, tasks = rows[f"choices, {QWEN[model['name']]}"], model["tasks"]
+        assert cells[:7] == [_score(tasks[key]) for key in choices]
+        mean = statistics.fmean(tasks[key]["score"] for key in choices)
+        assert cells[7] == f"{100 * mean:.2f}"
+        assert cells[8:10] == [_score(tasks[key]) for key in LAMBADA]
+        if model["name"] != "original":
+            ends = [100 * model["choices"]["difference"][key] for key in ("value", "low", "high")]
+            assert cells[10] == "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends)
 
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:

@@ -1,8 +1,9 @@
 """Starts commands by forking a process that has imported the package's dependencies.
 
 Importing torch, megatron and transformers takes longer than most of what tests start. A fork of
-the server has its own environment, folder, output, exit code and end of the interpreter, like a
-process of its own. What imports do, and what is signalled, needs a real start: `launch.python`.
+the server has its own environment, folder, output, exit code and exit handlers, like a process of
+its own. What imports do, what is signalled and how the interpreter frees its modules need a real
+start: `launch.python`.
 
 python -m tests.support.fork_server SOCKET answers requests, several at a time. This module is also
 what a script on PATH imports to ask for a command (`tests/support/commands.py`), so it imports
@@ -11,6 +12,7 @@ little.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -19,12 +21,14 @@ import select
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _IMPORTED = (
     "dms_train.app.session",
+    "dms_train.cli.config_source",
     "dms_train.app.export_evaluation",
     "dms_train.app.verification",
     "dms_train.inference.llm",
@@ -92,11 +96,13 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """Serve until the parent has ended. A fork returns, and the interpreter ends as usual."""
+    """Serve until the parent has ended."""
     import gc
 
+    gc.disable()  # until all is imported; passes over it take a second
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # what was imported stays
     with socket.socket(socket.AF_UNIX) as listening:
@@ -166,8 +172,6 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    import runpy
-
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -175,11 +179,31 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    module, _, function = request["target"].partition(":")
-    sys.argv = [module, *request["arguments"]]
+    try:
+        _run(*request["target"].partition(":")[::2], request["arguments"])
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        _exit(end.code or 0)
+    _exit(0)
+
+
+def _run(module: str, function: str, arguments: list[str]) -> None:
+    import runpy
+
+    sys.argv = [module, *arguments]
     if function:
         sys.exit(getattr(importlib.import_module(module), function)())
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _exit(code: int) -> None:
+    """End as the interpreter does, but do not free what was imported, which takes half a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

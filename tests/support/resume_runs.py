@@ -82,8 +82,8 @@ def train(engine: McoreEngine, first: int, last: int) -> list[dict[str, float]]:
     rows = []
     for step in range(first, last):
         batches = [
-            tiny.batch(8 * step + 2 * group)
-            for group in range(engine.view.dp_rank, 4, engine.view.dp_size)
+            tiny.batch(4 * step + 2 * group)
+            for group in range(engine.view.dp_rank, 2, engine.view.dp_size)
         ]
         plan = StepPlan(
             step=step, stage_step=step, eviction="soft", channel_scale=0.0, target_cr=4.0

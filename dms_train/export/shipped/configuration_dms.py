@@ -86,14 +86,15 @@ def _with_rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
     """Add `rope_scaling` to the values of a config.json, because transformers 4 needs that key.
 
     Exports state the rule in `rope_parameters` alone: with both keys, AutoTokenizer of
-    transformers 5 could not read their config.json without this code.
+    transformers 5 warns, or cannot read their config.json without this code.
     """
     stated = values.get("rope_parameters") or {}
+    if not stated or values.get("rope_scaling") is not None:
+        return values
     stated = stated.get("full_attention", stated)  # Gemma 3 states a rule for each type of layer
     rule = {k: v for k, v in stated.items() if k != "rope_theta"}
-    if values.get("rope_scaling") is None and rule.get("rope_type", "default") != "default":
-        return {**values, "rope_scaling": rule}
-    return values
+    is_default = rule.get("rope_type", "default") == "default"
+    return {**values, "rope_scaling": None if is_default else rule}
 
 
 class DMSConfig(_Mixed):

@@ -46,6 +46,9 @@ class Limits:
 
     def problem(self, model: ExportedModel) -> str | None:
         """Return the first reason why the weights would be misread, or None."""
+        if model.architecture.family not in self.families:
+            known = ", ".join(self.families)
+            return f"family {model.architecture.family}: it has DMS code for {known} only"
         return self._method_problem(model.spec) or self._model_problem(model)
 
     def _method_problem(self, spec: MethodSpec) -> str | None:
@@ -69,8 +72,6 @@ class Limits:
 
     def _model_problem(self, model: ExportedModel) -> str | None:
         a = model.architecture
-        if a.family not in self.families:
-            return f"family {a.family}: it has DMS code for {', '.join(self.families)} only"
         if len(a.method_layers) < a.num_layers:
             return "sliding-window layers: it evicts in all layers"
         if a.family == "qwen3" and a.rope_scaling is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from pathlib import Path
+from typing import Any
 
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
@@ -91,6 +92,14 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
             f"or export in format {model.spec.kind}, which every spec of the method fits"
         )
     return export_format.advice(model)
+
+
+@typed
+def read_provenance(directory: Path) -> dict[str, Any]:
+    """Read what an export records about the origin of its weights; empty if it records nothing."""
+    marker = directory / MARKER_FILE
+    stated = read_json(marker).get("provenance") if marker.is_file() else None
+    return dict(stated) if isinstance(stated, dict) else {}
 
 
 @typed

@@ -30,6 +30,7 @@ from tests.e2e.bad_inputs.cases import (
     train,
 )
 from tests.support import launch, refusals
+from tests.support.commands import forked_python
 from tests.support.fork_server import Started
 from tests.support.ranks import Ranks, dms_train
 from tests.support.refusals import Outcome, Workspace, run_here
@@ -400,12 +401,12 @@ def test_bad_input_is_refused(case: Case, workspace: Workspace) -> None:
     check(case, workspace)
 
 
-def test_a_rank_killed_under_torchrun_ends_the_run(workspace: Workspace) -> None:
+def test_a_rank_killed_under_torchrun_ends_the_run(workspace: Workspace, tmp_path: Path) -> None:
     words = _long_run(workspace)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     process = subprocess.Popen(
         [sys.executable, *launcher, refusals.module(words[0]), *words[1:]],
-        env=launch.environment(),
+        env=launch.environment(PYTHON_EXEC=forked_python(tmp_path)),
         cwd=launch.ROOT,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,17 +10,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dms_train.app.conversion import import_layout, import_model, open_engine
+from dms_train.app.conversion import (
+    export_checkpoint,
+    import_layout,
+    import_model,
+    open_engine,
+)
 from dms_train.checkpoints_tools.hf_to_megatron import main
+from dms_train.export.writer import write_export
 from dms_train.hf.architecture import to_hf_config
 from dms_train.hf.directory import SINGLE_FILE, WeightReader, read_architecture
+from dms_train.hf.formats import read_provenance
 from dms_train.hf.json_files import write_json
 from dms_train.hf.tensors import expected_shapes
 from dms_train.launch import stage
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.options import ParallelOptions
 from dms_train.method.spec import PRESETS
-from tests.support import configs, tiny
+from dms_train.training.options import ExportOptions
+from tests.support import configs, piece_tokenizer, tiny
 
 
 @pytest.fixture
@@ -97,6 +105,48 @@ def test_rounded_weights_are_announced(
     with caplog.at_level("WARNING"):
         import_model(str(model), model.parent / "out", dtype=dtype, revision=None, download=False)
     assert ("float16 weights are rounded to bf16" in caplog.text) == rounds
+
+
+def test_an_export_keeps_its_origin_through_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    """Weights, tokenizer and record, although the original model is gone."""
+    base = tmp_path / "Base-1B"
+    model.rename(base)
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    tokenizer = piece_tokenizer.write_tokenizer(tmp_path / "tokenizer")
+    origin = {"source": "books", "license": "CC0", "model": None, "sha256": "a" * 64, "share": 1.0}
+    recorded = {"model": str(base), "gguf": {"file": "x"}, "step": 12, "training_data": [[origin]]}
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_export(
+        first,
+        architecture=read_architecture(base),
+        spec=PRESETS["dms"].override(window=5).spec,
+        cr_factor=2.0,
+        target_cr=3.0,
+        dtype=torch.bfloat16,
+        export_format="dms",
+        weights=load_file(base / SINGLE_FILE).items(),
+        source_dir=tokenizer,
+        selftest=None,
+        provenance=recorded,
+    )
+    options = {"revision": None, "download": False}
+    import_model(str(first), tmp_path / "checkpoint", dtype=None, **options)
+    export_checkpoint(
+        tmp_path / "checkpoint",
+        second,
+        ExportOptions(dtype="bf16"),
+        tokenizer_from=None,
+        selftest_tokens=20,
+    )
+    for name in (SINGLE_FILE, "tokenizer.json"):
+        assert (second / name).read_bytes() == (first / name).read_bytes()
+    assert read_provenance(second).items() >= recorded.items()
+    before, after = ((folder / "README.md").read_text() for folder in (first, second))
+    measured = "on the text of the self-test"
+    changed = set(before.splitlines()) ^ set(after.splitlines())
+    assert all(measured in line for line in changed)
+    assert "license: apache-2.0" in after
+    assert "| training step | 12 |" in after
 
 
 def test_the_command_names_the_dtype_and_asks_for_no_gpu(

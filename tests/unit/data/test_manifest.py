@@ -96,6 +96,23 @@ def test_one_flipped_token_is_found_by_the_full_check_alone(make_shard: MakeShar
     refused(lambda: check_bin_hash(prefix, manifest), prefix + ".bin", "SHA-256")
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+def test_a_file_that_git_lfs_left_out(make_shard: MakeShard, suffix: str) -> None:
+    prefix = make_shard()
+    Path(prefix + suffix).write_text(POINTER)
+    fix = "a Git LFS pointer, not the file itself; run `git lfs pull`"
+    refused(lambda: check_shard(prefix, read_manifest(prefix)), prefix + suffix, fix)
+
+
+def test_an_index_that_git_lfs_left_out_and_no_manifest_describes(make_shard: MakeShard) -> None:
+    prefix = make_shard()
+    idx_path(prefix).write_text(POINTER)
+    refused(lambda: read_index(prefix), prefix + ".idx", "a Git LFS pointer")
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
 def test_missing_file(make_shard: MakeShard, suffix: str) -> None:
     prefix = make_shard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -50,6 +51,24 @@ def test_the_base_models_own_terms_are_carried_over(export, tmp_path):
     assert data["license_link"] == "https://example.org/terms"
     assert "base_model" not in data  # that is the base model's base model
     assert "datasets" not in data
+
+
+def test_a_converted_file_names_the_model_that_was_quantised(export, tmp_path):
+    base = base_model(tmp_path / "base", "license: apache-2.0\nbase_model: someone/Small-1B\n")
+    record = {"file": "small.gguf", "sha256": "a" * 64, "tensor_types": {"Q4_K": 7}}
+    (tmp_path / "base" / "gguf.json").write_text(json.dumps(record))
+    text = (export(provenance={"model": base}) / CARD_FILE).read_text()
+    data = ModelCard(text).data
+    assert (data.base_model, data.license) == ("someone/Small-1B", "apache-2.0")
+    assert "# Small-1B with DMS" in text
+    found = rows(text)
+    assert found["base model"] == "someone/Small-1B"
+    assert "7 Q4_K tensors" in found["weights of the base model"]
+
+
+def test_a_base_model_that_is_not_recorded_is_unknown(export):
+    found = rows((export(provenance={}) / CARD_FILE).read_text())
+    assert (found["base model"], found["licence of the base model"]) == ("unknown", "unknown")
 
 
 def test_the_tables_state_the_method_and_what_was_measured(export):

@@ -30,8 +30,8 @@ ALLOWED = {
 }
 DIGESTS = {
     "adapter_dms.py": "6a7c7dcfa82b9b39",
-    "configuration_dmc.py": "870b6c5f0aaf6fea",
-    "configuration_dms.py": "2497496dca73020c",
+    "configuration_dmc.py": "278416c7d34484c6",
+    "configuration_dms.py": "769557c4f01dd918",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
     "generation_dms.py": "9b06d42d87419ce2",

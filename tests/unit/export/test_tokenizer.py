@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer as Inner
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from dms_train.export.shipped import configuration_dmc, configuration_dms
 from dms_train.export.writer import write_export
 from dms_train.hf.architecture import RopeScaling
 from dms_train.hf.directory import read_architecture
@@ -37,6 +38,7 @@ TEXT = "there was  a cat: 2023 naïve 東京 😀\n\tto the park"
     ids=str,
 )
 @pytest.mark.parametrize("spec", ["dms", "dense"])
+@pytest.mark.filterwarnings("error:`rope_scaling` is deprecated:FutureWarning")
 def test_auto_tokenizer_gives_the_ids_of_the_source_and_asks_nothing(
     export, tmp_path, capfd, stated, spec
 ):
@@ -76,6 +78,13 @@ def test_auto_tokenizer_needs_no_code_of_a_model_with_rope_scaling(export, tmp_p
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     assert [found[name] for name in names] == [getattr(rule, name) for name in names]
     assert read_architecture(directory).rope_scaling == rule
+
+
+@pytest.mark.parametrize("code", [configuration_dms, configuration_dmc])
+def test_a_plain_rope_is_stated_where_a_family_has_a_rule_by_default(code):
+    """Transformers 4 gives gpt-oss YaRN unless its config.json says otherwise."""
+    plain = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    assert code._with_rope_scaling(plain) == {**plain, "rope_scaling": None}
 
 
 def test_a_source_with_tokenizer_json_alone_loads_too(export, tmp_path):

@@ -60,6 +60,7 @@ def test_default_format(preset, expected):
         ("nvidia", "qwen3", {"window": 256}, "window"),
         ("nvidia", "llama", {}, "family"),
         ("nvidia", "qwen2", {}, "family"),
+        ("nvidia", "qwen2", {"channel": 3}, "family"),  # another channel would not help
         ("fastdms", "qwen3", {"channel": 0}, "channel"),
         ("fastdms", "qwen3", {"decision_shift": 1}, "decision_shift"),
         ("fastdms", "llama", {"eviction": "immediate"}, "eviction"),

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from dms_train.app.verification import verify as replay
 from dms_train.checkpoints_tools import inspect_folder as inspect
 from dms_train.checkpoints_tools import verify
 from dms_train.hf.selftest import SelfTest
@@ -71,6 +72,13 @@ def test_verify_in_bfloat16(tested_export, spec, capsys):
     assert verify.main([str(tested_export("llama", s, dtype="bfloat16"))]) == 0
     assert verify.main([str(tested_export("llama", s, dtype="bfloat16", move=True))]) == 1
     assert capsys.readouterr().out.count("nats/token") == 2
+
+
+def test_verify_adds_no_rounding_of_its_own(tested_export, spec):
+    """The reference below is exact, whatever dtype it states."""
+    directory = tested_export("llama", spec("dms", window=8), dtype="bfloat16")
+    assert replay(directory).logit_difference < 1e-4
+    assert replay(directory, dtype="bfloat16").logit_difference > 1e-3
 
 
 def test_verify_notes_a_short_test(tested_export, spec, capsys):

@@ -278,6 +278,8 @@ def test_stages_that_make_no_sense(changes, expected):
         ({"stage__retrofit__target_cr": float("nan")}, "use at least 1"),
         ({"stage__zero_neuron__steps": -1}, "stage.zero_neuron.steps=-1: use at least 0"),
         ({"stage__retrofit__target_cr": float("inf")}, "use a finite number"),
+        ({"stage__retrofit__target_cr": 1e5}, "use a number below 10000"),
+        ({"stage__retrofit__steps_per_cr": 2**48}, "use a number below 281474976710656"),
         ({"optim__lr": float("inf")}, "use a finite number"),
         ({"run__seed": 2**32}, "use a number below 4294967296"),
         ({"stage__hold__min_lr_ratio": 1.5}, "use a number from 0 to 1"),

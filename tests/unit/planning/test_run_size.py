@@ -119,3 +119,17 @@ def test_a_stored_teacher_is_disk_space_that_the_run_keeps() -> None:
     size = run_size(configs.config(**changes, run__eval_samples=3), ARCHITECTURE)
     assert size.disk_bytes == size.kept_bytes == (16 + 3) * 64 * (8 * (2 + 4) + 4)
     assert (size.steps, size.checkpoints, size.exports) == (0, 0, 0)
+
+
+def test_a_plan_of_more_steps_than_a_loop_could_count() -> None:
+    """Each of the stages, its branches and its saves."""
+    many, options = 10**11, {"save_interval": 1, "keep_checkpoints": 2}
+    config = config_of("branched", every=True, **options)
+    stage = replace(config.stage, retrofit=replace(config.stage.retrofit, steps_per_cr=many))
+    stage = replace(stage, zero_neuron=replace(stage.zero_neuron, steps=many))
+    size = run_size(replace(config, stage=stage), ARCHITECTURE)
+    few = run_size(config, ARCHITECTURE)
+    units = RUNS["branched"].retrofit.target_cr - 1
+    branches = 2 * stage.hold.steps
+    assert size.steps == many + units * many + stage.hold.steps + branches
+    assert (size.checkpoints, size.exports) == (few.checkpoints, few.exports)

@@ -72,3 +72,17 @@ def test_immediate_annealing_takes_the_same_steps_at_the_final_ratio() -> None:
     ratios = [[s.plan(n, n).target_cr for n in range(s.steps)] for s in (linear, immediate)]
     assert ratios == [[1.5, 2.0, 2.5, 3.0, 3.5, 4.0], [4.0] * 6]
     assert [immediate.integer_passed(n) for n in range(1, 7)] == [None] * 6
+
+
+@pytest.mark.parametrize("target", [2.0, 3.7, 6.0])
+@pytest.mark.parametrize("start", [1.0, 1.3, 2.0])
+@pytest.mark.parametrize("steps_per_cr", [1, 3, 7, 10])
+def test_the_steps_of_integer_ratios_are_those_that_pass_one(
+    start: float, target: float, steps_per_cr: int
+) -> None:
+    own = RetrofitOptions(target_cr=target, steps_per_cr=steps_per_cr, start_cr=start, lr=COMMON)
+    stages = build_stages(replace(OPTIONS, run=("retrofit", "hold"), retrofit=own), warmup=0)
+    for stage in stages:
+        assert isinstance(stage, Stage)
+        passed = [(step, stage.integer_passed(step)) for step in range(1, stage.steps)]
+        assert [*stage.integer_steps()] == [each for each in passed if each[1] is not None]
