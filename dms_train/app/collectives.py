@@ -162,7 +162,7 @@ def _small_model(architecture: Architecture, layers: tuple[int, ...], chunks: in
     if len(layers) == 1:
         return replace(architecture, num_layers=layers[0] * chunks, layers=())
     kinds = [
-        next(each for each in architecture.layers if (each.window is not None) == local)
+        next(e for e in architecture.layers if (e.linear or e.window is not None) == local)
         for local in (False, True)
     ]
     chunk = [each for each, size in zip(kinds, layers, strict=True) for _ in range(size)]

@@ -90,8 +90,12 @@ def import_layout(architecture: Architecture, ranks: int, dtype: str) -> Paralle
         ModelError: The other factor of `ranks`, the pipeline, does not divide the layers.
     """
     a = architecture
-    experts = [] if a.experts is None else [a.experts.ffn_hidden_size]
-    tp = gcd(ranks, a.num_query_groups, a.ffn_hidden_size, VOCABULARY_MULTIPLE, *experts)
+    experts = []
+    if a.experts is not None:
+        experts = [a.experts.ffn_hidden_size, a.experts.shared_ffn_hidden_size]
+    key_heads = [] if a.linear is None else [a.linear.key_heads]
+    sizes = (a.num_query_groups, a.ffn_hidden_size, VOCABULARY_MULTIPLE, *experts, *key_heads)
+    tp = gcd(ranks, *sizes)
     if a.num_layers % (ranks // tp):
         possible = tp * gcd(a.num_layers, ranks // tp)
         raise ModelError(

@@ -144,11 +144,16 @@ def _folder(run: Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a record; those of earlier versions lack keys of RoPE scaling."""
+    """Read a record; those of earlier versions lack keys of RoPE scaling and linear attention."""
     found = read_json(path)
     architecture = found.get(_ARCHITECTURE)
     if isinstance(architecture, dict):
         architecture["rope_scaling"] = RopeScaling.completed(architecture.get("rope_scaling"))
+        layers = [{"linear": False, **layer} for layer in architecture.get("layers", [])]
+        found[_ARCHITECTURE] = {"linear": None, **architecture, "layers": layers}
+        experts = architecture.get("experts")
+        if experts is not None:
+            found[_ARCHITECTURE]["experts"] = {"shared_ffn_hidden_size": 0, **experts}
     return found
 
 

@@ -39,12 +39,9 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
     channel, size = config.method.channel, architecture.kv_channels
     if isinstance(channel, int) and channel >= size:
         yield f"method.channel={channel}: a head has {size} channels; use at most {size - 1}"
-    has_windows = len(architecture.method_layers) < architecture.num_layers
-    if has_windows and config.method.kind != "dms":
-        yield (
-            f"method.kind={config.method.kind}: the model has layers with a sliding window; use "
-            "method=dms"
-        )
+    if len(architecture.method_layers) < architecture.num_layers and config.method.kind != "dms":
+        kind = "a sliding window" if architecture.linear is None else "linear attention"
+        yield f"method.kind={config.method.kind}: the model has layers with {kind}; use method=dms"
     family = FAMILIES.get(architecture.family)
     if family is not None and family.sinks and config.method.kind != "dms":
         yield (f"method.kind={config.method.kind}: the model has attention sinks; use method=dms")

@@ -18,7 +18,7 @@ def cached_token_bytes(architecture: Architecture, width: int) -> int:
         width: Bytes of a number in the cache.
     """
     a = architecture
-    return 2 * a.num_layers * a.num_query_groups * a.kv_channels * width
+    return 2 * len(a.cache_layers) * a.num_query_groups * a.kv_channels * width
 
 
 def read_token_bytes(architecture: Architecture, width: int) -> int:

@@ -7,12 +7,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Layout = Literal["plain", "qkv", "gated"]
+Layout = Literal["plain", "qkv", "gated", "linear", "taps"]
 # Activation of a gated MLP, with the name that transformers uses in config.json.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 # A dimension of a tensor: `hidden`, `ffn`, `head` (one head), `query` (all query heads), `key` (all
-# KV heads), `heads` (number of query heads), `experts` (number of them), `expert_ffn`.
-Dimension = Literal["hidden", "ffn", "head", "query", "key", "heads", "experts", "expert_ffn"]
+# KV heads), `heads` (number of query heads), `experts` (number of them), `expert_ffn`, `shared_ffn`
+# (width of a shared expert), `one`. In layers with linear attention: `linear_key` and
+# `linear_value` (all heads), `linear_heads` (number of value heads), `linear_head` (one value
+# head), `taps` of the convolution.
+Dimension = Literal[
+    "hidden",
+    "ffn",
+    "head",
+    "query",
+    "key",
+    "heads",
+    "experts",
+    "expert_ffn",
+    "shared_ffn",
+    "linear_key",
+    "linear_value",
+    "linear_heads",
+    "linear_head",
+    "taps",
+    "one",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +41,9 @@ class ParameterMap:
     Attributes:
         megatron: Name in megatron-core; inside a layer, without the layer's prefix.
         hf: Names of the Hugging Face tensors, in the order of joining.
-        layout: `plain` is the same tensor; `qkv` interleaves q, k and v rows per KV group; `gated`
-            stacks gate over up.
+        layout: `plain` is the same tensor; `qkv` interleaves q, gate (if any), k and v rows per KV
+            group; `gated` stacks gate over up; `linear` interleaves rows per key head of linear
+            attention; `taps` does so for those of a convolution, [rows, 1, taps] in the files.
     """
 
     megatron: str
@@ -37,12 +57,16 @@ class LayerAttention:
 
     Attributes:
         rotary_base: Base of RoPE; None for a layer without RoPE.
-        window: Tokens that a query reads, its own included; None for all. Retrofit methods act on
-            layers without a window only.
+        window: Tokens that a query reads, its own included; None for all.
+        linear: Whether the layer has linear attention (a gated delta net), which has a state of
+            fixed size in place of keys and values.
+
+    Retrofit methods act on layers that are neither linear nor have a window.
     """
 
     rotary_base: float | None
     window: int | None = None
+    linear: bool = False
 
 
 class LayerKeys(NamedTuple):
@@ -53,6 +77,7 @@ class LayerKeys(NamedTuple):
             `ModelFamily.refuse` has checked the mapping.
         write: Function of all layers that returns the keys.
         has_windows: Whether layers may have a window.
+        has_linear: Whether layers may have linear attention.
         has_local_base: Whether the layers with a window have a RoPE of their own: a base, which
             may be that of the other layers, and no scaling. `rope_parameters` then states RoPE for
             each type of layer.
@@ -62,6 +87,7 @@ class LayerKeys(NamedTuple):
     write: Callable[[tuple[LayerAttention, ...]], dict[str, Any]]
     has_windows: bool = False
     has_local_base: bool = False
+    has_linear: bool = False
 
 
 class ExpertKeys(NamedTuple):
@@ -73,12 +99,21 @@ class ExpertKeys(NamedTuple):
         normalize: Key that says whether the weights of a token's experts are divided by their sum;
             None if they always are.
         topk: `num_experts_per_tok` if config.json lacks the key.
+        experts: Number of experts if config.json lacks the key.
+        expert_width: Width of an expert if config.json lacks the key.
+        normalizes: Value of `normalize` if config.json lacks the key.
+        shared: Key of the width of a further expert, through which every token passes and whose
+            output a gate multiplies; None in a family without.
     """
 
     number: str = "num_experts"
     width: str = "moe_intermediate_size"
     normalize: str | None = "norm_topk_prob"
     topk: int = 8
+    experts: int = 128
+    expert_width: int = 768
+    normalizes: bool = False
+    shared: str | None = None
 
 
 class Refusal(NamedTuple):
@@ -101,9 +136,21 @@ and up within the limit of 0."""
 LOCAL_EXPERTS = "mlp.experts.local_experts"
 """Name of the experts in a layer of Megatron."""
 _QKV = tuple(f"self_attn.{c}_proj" for c in "qkv")
-_LAYER = (
-    ParameterMap("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), "qkv"),
-    ParameterMap("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+_GATED_QKV = ("self_attn.q_proj", "self_attn.gate_proj", *_QKV[1:])
+_OUTPUT = ParameterMap("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",))
+# Projections of linear attention: queries, keys, values, output gate, update rate, decay.
+_LINEAR_IN = tuple(f"linear_attn.in_proj_{part}.weight" for part in "qkvzba")
+_LINEAR = (
+    ParameterMap("self_attention.in_proj.weight", _LINEAR_IN, "linear"),
+    ParameterMap(
+        "self_attention.conv1d",
+        tuple(f"linear_attn.conv1d_{part}.weight" for part in "qkv"),
+        "taps",
+    ),
+    ParameterMap("self_attention.dt_bias", ("linear_attn.dt_bias",)),
+    ParameterMap("self_attention.A_log", ("linear_attn.A_log",)),
+    ParameterMap("self_attention.norm", ("linear_attn.norm.weight",)),
+    ParameterMap("self_attention.out_proj.weight", ("linear_attn.out_proj.weight",)),
 )
 _INPUT_NORM = ParameterMap("input_layernorm.weight", ("input_layernorm.weight",))
 _PRE_NORMS = (
@@ -121,6 +168,7 @@ _SANDWICH_NORMS = (
     _POST_NORMS[1],
 )
 _ROUTER = (ParameterMap("mlp.router.weight", ("mlp.gate.weight",)),)
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
 _LINEAR_BIAS = (
     ParameterMap("mlp.router.bias", ("mlp.gate.bias",)),
     ParameterMap("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",)),
@@ -139,6 +187,21 @@ _LAYER_TENSORS: dict[str, tuple[Dimension, ...]] = {
     "self_attn.k_proj.weight": ("key", "hidden"),
     "self_attn.v_proj.weight": ("key", "hidden"),
     "self_attn.o_proj.weight": ("hidden", "query"),
+}
+_LINEAR_TENSORS: dict[str, tuple[Dimension, ...]] = {
+    "linear_attn.in_proj_q.weight": ("linear_key", "hidden"),
+    "linear_attn.in_proj_k.weight": ("linear_key", "hidden"),
+    "linear_attn.in_proj_v.weight": ("linear_value", "hidden"),
+    "linear_attn.in_proj_z.weight": ("linear_value", "hidden"),
+    "linear_attn.in_proj_b.weight": ("linear_heads", "hidden"),
+    "linear_attn.in_proj_a.weight": ("linear_heads", "hidden"),
+    "linear_attn.conv1d_q.weight": ("linear_key", "one", "taps"),
+    "linear_attn.conv1d_k.weight": ("linear_key", "one", "taps"),
+    "linear_attn.conv1d_v.weight": ("linear_value", "one", "taps"),
+    "linear_attn.dt_bias": ("linear_heads",),
+    "linear_attn.A_log": ("linear_heads",),
+    "linear_attn.norm.weight": ("linear_head",),
+    "linear_attn.out_proj.weight": ("hidden", "linear_value"),
 }
 _ROUTER_TENSORS: dict[str, tuple[Dimension, ...]] = {"mlp.gate.weight": ("experts", "hidden")}
 _QKV_BIAS_TENSORS: dict[str, tuple[Dimension, ...]] = {
@@ -198,6 +261,8 @@ class ModelFamily:
         linear_bias: Whether the output projection of attention, the router and the experts have a
             bias; only in families with experts.
         sinks: Whether every query head has a learned logit in the denominator of its softmax.
+        output_gate: Whether sigmoid(gate) multiplies the output of attention before the output
+            projection; the gate is a projection of the layer's input as large as the queries.
         expert_keys: Keys of the mixture of experts that every layer has in place of its MLP; None
             in a family of MLPs.
         stacked_experts: Whether the files hold the experts of a layer in one tensor, [experts,
@@ -229,6 +294,12 @@ class ModelFamily:
             with the one that lies half the rotated channels after it.
         stored: Modules of a layer whose weights have other names in the files, by the name in the
             files. Several modules are joined by rows, in this order.
+        stored_by_head: Those of `stored` that join their modules for each query head, or for each
+            key head of linear attention.
+        multimodal: `model_type` of checkpoints with a vision tower, whose language model is of this
+            family. Its keys are in `text_config`, and its tensors have the prefix
+            `model.language_model`. None if there are none.
+        left_out: Prefixes of tensors in the files that the language model does not need.
         layers: Keys of a family whose layers may differ; None for any other.
         fixed: Keys of config.json that are written, and refused with other values.
         written: Further keys to write; `refuse` checks them on reading.
@@ -244,6 +315,7 @@ class ModelFamily:
     joint_qk_norm: bool = False
     linear_bias: bool = False
     sinks: bool = False
+    output_gate: bool = False
     expert_keys: ExpertKeys | None = None
     stacked_experts: bool = False
     clamped_gate: bool = False
@@ -264,6 +336,9 @@ class ModelFamily:
     rotary_factor: float | None = None
     interleaved_rope: bool = False
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stored_by_head: tuple[str, ...] = ()
+    multimodal: str | None = None
+    left_out: tuple[str, ...] = ()
     layers: LayerKeys | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -273,6 +348,11 @@ class ModelFamily:
     def has_experts(self) -> bool:
         """True if every layer has a mixture of experts in place of its MLP."""
         return self.expert_keys is not None
+
+    @property
+    def shares_expert(self) -> bool:
+        """True if every token passes through one expert of each layer besides its own."""
+        return self.expert_keys is not None and self.expert_keys.shared is not None
 
     @property
     def causal_lm(self) -> str:
@@ -290,17 +370,28 @@ class ModelFamily:
         package = self.package or self.name
         return f"transformers.models.{package}.modeling_{package}"
 
-    def layer_parameters(self, experts: int = 0) -> tuple[ParameterMap, ...]:
+    def layer_parameters(
+        self, experts: int = 0, *, linear: bool = False
+    ) -> tuple[ParameterMap, ...]:
         """Return the parameters of one decoder layer in Megatron.
 
         Args:
             experts: Number of experts; 0 for an MLP.
+            linear: Whether the layer has linear attention.
         """
         mlp = _mlp("mlp", "mlp") if not experts else _ROUTER
         for number in range(experts):
             names = f"{LOCAL_EXPERTS}.{number}", f"mlp.experts.{number}"
             mlp += _mlp(*names, bias=self.linear_bias)
-        parameters = _LAYER + self._norms + mlp + (_QKV_BIAS if self.qkv_bias else ())
+        if self.shares_expert:
+            mlp += _mlp("mlp.shared_experts", "mlp.shared_expert")
+            mlp += (ParameterMap("mlp.shared_experts.gate_weight", (_SHARED_GATE,)),)
+        if linear:
+            return _LINEAR + self._norms + mlp
+        rows = tuple(f"{n}.weight" for n in (_GATED_QKV if self.output_gate else _QKV))
+        qkv = ParameterMap("self_attention.linear_qkv.weight", rows, "qkv")
+        parameters = (qkv, _OUTPUT, *self._norms, *mlp)
+        parameters += _QKV_BIAS if self.qkv_bias else ()
         parameters += _LINEAR_BIAS if self.linear_bias else ()
         parameters += _SINKS if self.sinks else ()
         return parameters + (_QK_NORM if self.qk_norm else ())
@@ -312,35 +403,56 @@ class ModelFamily:
             return _POST_NORMS
         return _SANDWICH_NORMS if self.sandwich_norms else _PRE_NORMS
 
-    def layer_tensors(self, experts: int = 0) -> dict[str, tuple[Dimension, ...]]:
+    def layer_tensors(
+        self, experts: int = 0, *, linear: bool = False
+    ) -> dict[str, tuple[Dimension, ...]]:
         """Return the tensors of one decoder layer by name, in file order.
 
         Names are those of Llama and Gemma 3; those of the files are in `stored`.
 
         Args:
             experts: Number of experts; 0 for an MLP.
+            linear: Whether the layer has linear attention.
         """
         mlp = _mlp_tensors("mlp", "ffn") if not experts else dict(_ROUTER_TENSORS)
         for number in range(experts):
             mlp |= _mlp_tensors(f"mlp.experts.{number}", "expert_ffn", bias=self.linear_bias)
+        if self.shares_expert:
+            mlp |= _mlp_tensors("mlp.shared_expert", "shared_ffn")
+            mlp |= {_SHARED_GATE: ("one", "hidden")}
+        norms: dict[str, tuple[Dimension, ...]] = {
+            name: ("hidden",) for entry in self._norms for name in entry.hf
+        }
+        if linear:
+            return {**_LINEAR_TENSORS, **mlp, **norms}
         bias = dict(_QKV_BIAS_TENSORS) if self.qkv_bias else {}
         if self.linear_bias:
             bias |= {"self_attn.o_proj.bias": ("hidden",), "mlp.gate.bias": ("experts",)}
         if self.sinks:
             bias |= {"self_attn.sinks": ("heads",)}
-        norms: dict[str, tuple[Dimension, ...]] = {
-            name: ("hidden",) for entry in self._norms for name in entry.hf
-        }
         head_norms = _JOINT_QK_NORM_TENSORS if self.joint_qk_norm else _QK_NORM_TENSORS
         head_norms = head_norms if self.qk_norm else {}
-        return {**_LAYER_TENSORS, **mlp, **norms, **bias, **head_norms}
+        gate: dict[str, tuple[Dimension, ...]] = {}
+        if self.output_gate:
+            gate = {"self_attn.gate_proj.weight": ("query", "hidden")}
+        return {**_LAYER_TENSORS, **gate, **mlp, **norms, **bias, **head_norms}
 
 
 FUSED_QKV = {"self_attn.qkv_proj": _QKV}
 """One matrix for queries, keys and values, for `ModelFamily.stored`."""
 FUSED_MLP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 """One matrix for gate and up projection, for `ModelFamily.stored`."""
-SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR_PARTS = {
+    "linear_attn.in_proj_qkv": tuple(f"linear_attn.in_proj_{part}" for part in "qkv"),
+    "linear_attn.conv1d": tuple(f"linear_attn.conv1d_{part}" for part in "qkv"),
+}
+"""Queries, keys and values of linear attention in one matrix, for `ModelFamily.stored`."""
+LINEAR_PARTS_BY_HEAD = {
+    "linear_attn.in_proj_qkvz": tuple(f"linear_attn.in_proj_{part}" for part in "qkvz"),
+    "linear_attn.in_proj_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+}
+"""Projections of linear attention joined for each key head, for `ModelFamily.stored`."""
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Types of layers in `layer_types` of config.json."""
 _WINDOW, _FULL_LAYERS = 4096, 28  # defaults of transformers in Qwen2 and Qwen3
 
@@ -439,6 +551,44 @@ def refuse_local_rope(config: Mapping[str, Any], key: str, default: Any) -> Refu
         if block.get(name, only) != only:
             return Refusal(name, block[name], f"use a model with {only} in {SLIDING} layers")
     return None
+
+
+_PERIOD = 4  # default of `full_attention_interval`
+
+
+def _linear_kinds(config: Mapping[str, Any]) -> Any:
+    """Return `layer_types`, or what transformers derives from `full_attention_interval`."""
+    stated = config.get("layer_types")
+    if stated is not None:
+        return stated
+    period = config.get("full_attention_interval", _PERIOD)
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return [LINEAR if layer % period else FULL for layer in layers]
+
+
+def refuse_linear(config: Mapping[str, Any]) -> Refusal | None:
+    """Refuse layers that `LINEAR_LAYERS` cannot read, and models without full attention."""
+    period = config.get("full_attention_interval", _PERIOD)
+    if type(period) is not int or period < 1:
+        return Refusal("full_attention_interval", period, "state a whole number above 0")
+    kinds = _linear_kinds(config)
+    refusal = refuse_kinds(kinds, (LINEAR, FULL), config["num_hidden_layers"])
+    if refusal is None and FULL not in kinds:
+        return Refusal("layer_types", kinds, "use a model with layers of full attention")
+    return refusal
+
+
+def _read_linear(config: Mapping[str, Any], base: float) -> tuple[LayerAttention, ...]:
+    linear, full = LayerAttention(rotary_base=None, linear=True), LayerAttention(rotary_base=base)
+    return tuple(linear if kind == LINEAR else full for kind in _linear_kinds(config))
+
+
+def _write_linear(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
+    return {"layer_types": [LINEAR if layer.linear else FULL for layer in layers]}
+
+
+LINEAR_LAYERS = LayerKeys(_read_linear, _write_linear, has_linear=True)
+"""Keys of Qwen3-Next and Qwen3.5: `layer_types`, `full_attention_interval`."""
 
 
 def refuse_windows(config: Mapping[str, Any]) -> Refusal | None:

@@ -76,12 +76,64 @@ class Experts:
         topk: Number of experts that a token passes through.
         ffn_hidden_size: Width of an expert.
         normalize: Whether the weights of a token's experts are divided by their sum.
+        shared_ffn_hidden_size: Width of an expert through which every token passes; 0 without.
     """
 
     count: int
     topk: int
     ffn_hidden_size: int
     normalize: bool
+    shared_ffn_hidden_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Sizes of the layers with linear attention (gated delta net, arXiv:2412.06464).
+
+    Every key head serves the same number of value heads. A value head has a state of
+    `key_channels` x `value_channels` numbers.
+
+    Attributes:
+        key_heads: Heads of queries and keys.
+        value_heads: Heads of values.
+        key_channels: Channels of a head of queries and keys.
+        value_channels: Channels of a value head.
+        taps: Tokens that the short convolution before the state reads.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_channels: int
+    value_channels: int
+    taps: int
+
+    @property
+    def keys(self) -> int:
+        """Number of channels of all heads of keys."""
+        return self.key_heads * self.key_channels
+
+    @property
+    def values(self) -> int:
+        """Number of channels of all value heads."""
+        return self.value_heads * self.value_channels
+
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Rows of queries, keys, values, output gate, rate and decay of one key head."""
+        values = self.value_heads // self.key_heads
+        wide = values * self.value_channels
+        return (self.key_channels, self.key_channels, wide, wide, values, values)
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield one line for every size that no model can have."""
+        for item in fields(self):
+            if getattr(self, item.name) < 1:
+                yield f"{path}.{item.name}={getattr(self, item.name)}: use a number above 0"
+        if self.key_heads > 0 and self.value_heads % self.key_heads:
+            yield (
+                f"{path}.key_heads={self.key_heads}: does not divide value_heads="
+                f"{self.value_heads}; use a divisor of it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +149,7 @@ class Architecture:
         layers: Attention of every layer; empty if all have RoPE with `rotary_base`.
         query_scalar: The softmax scale is its power of -1/2; None for the head size.
         partial_rotary_factor: Share of the channels of a head that RoPE rotates.
+        linear: Sizes of the layers with linear attention; None if no layer has it.
     """
 
     family: str
@@ -116,6 +169,7 @@ class Architecture:
     layers: tuple[LayerAttention, ...] = ()
     query_scalar: int | None = None
     partial_rotary_factor: float = 1.0
+    linear: LinearAttention | None = None
 
     @property
     def rotary_channels(self) -> int:
@@ -134,9 +188,14 @@ class Architecture:
 
     @property
     def method_layers(self) -> list[int]:
-        """Numbers of the layers on which a retrofit method acts: those without a window."""
+        """Numbers of the layers on which a retrofit method acts: not linear, without a window."""
         layers = enumerate(self.attention_layers)
-        return [number for number, layer in layers if layer.window is None]
+        return [n for n, layer in layers if layer.window is None and not layer.linear]
+
+    @property
+    def cache_layers(self) -> list[int]:
+        """Numbers of the layers that hold keys and values: those without linear attention."""
+        return [n for n, layer in enumerate(self.attention_layers) if not layer.linear]
 
     @property
     def ropes(self) -> list[Rope]:
@@ -183,6 +242,7 @@ class Architecture:
                 "use a divisor of it"
             )
         yield from self._check_layers(path)
+        yield from self._check_linear(path)
         if self.kv_channels % 2:
             yield f"{path}.kv_channels={self.kv_channels}: use an even head size"
         try:
@@ -235,6 +295,10 @@ class Architecture:
         keys = FAMILIES[self.family].expert_keys
         if experts is None or keys is None:
             return
+        if (experts.shared_ffn_hidden_size > 0) != (keys.shared is not None):
+            fix = "use 0" if keys.shared is None else "use a number above 0"
+            shared = experts.shared_ffn_hidden_size
+            yield f"{path}.experts.shared_ffn_hidden_size={shared}: {fix} with {self.family} models"
         if keys.width == "intermediate_size" and experts.ffn_hidden_size != self.ffn_hidden_size:
             yield (
                 f"{path}.experts.ffn_hidden_size={experts.ffn_hidden_size}: use "
@@ -263,7 +327,7 @@ class Architecture:
         if len(windows) > 1 or min(windows, default=1) < 1:
             yield f"{path}.layers: windows {sorted(windows)}; use one window, of at least 1 token"
         elif not self.method_layers:
-            yield f"{path}.layers: every layer has a window; leave one layer without"
+            yield f"{path}.layers: no layer reads all tokens; leave one without window and linear"
         if keys is not None and keys.has_local_base:
             yield from self._check_local_base(path)
             return
@@ -273,6 +337,17 @@ class Architecture:
                     f"{path}.layers[{index}].rotary_base={layer.rotary_base}: use null or "
                     f"rotary_base={self.rotary_base}"
                 )
+
+    def _check_linear(self, path: str) -> Iterator[str]:
+        keys = FAMILIES[self.family].layers if self.family in FAMILIES else None
+        known = keys is not None and keys.has_linear
+        if known != (self.linear is not None):
+            fix = "state it" if known else "set it to null"
+            yield f"{path}.linear: does not fit family={self.family}; {fix}"
+        for index, layer in enumerate(self.layers):
+            if layer.linear and (not known or layer.rotary_base is not None or layer.window):
+                fix = "leave out rotary_base and window" if known else "leave it out"
+                yield f"{path}.layers[{index}].linear=true: {fix}"
 
     def _check_local_base(self, path: str) -> Iterator[str]:
         """Check a model whose layers with a window have a RoPE base of their own."""
@@ -309,6 +384,7 @@ _SCALING_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "linear": ("factor",),
 }
+_UNREAD_MIXTURES = ("qwen3_5_moe", "qwen3_5_moe_text")
 _METHOD_PREFIX = re.compile(f"({'|'.join(OPTIONS)})_")
 
 
@@ -327,6 +403,8 @@ def family_of(config: Mapping[str, Any]) -> str:
     family = _METHOD_PREFIX.sub("", str(model_type), count=1)
     if family not in FAMILIES:
         fix = f"use one of {', '.join(FAMILIES)}"
+        if family in _UNREAD_MIXTURES:
+            fix = f"experts of Qwen3.5 are not implemented; {fix}"
         raise _config(config).refusal("model_type", model_type, fix)
     return family
 
@@ -348,9 +426,10 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
     if refusal is not None:
         raise config.refusal(*refusal)
     kinds = config.values.get("layer_types")
-    has_windows = family.layers is not None and family.layers.has_windows
+    keys = family.layers
+    states_kinds = keys is not None and (keys.has_windows or keys.has_linear)
     if (
-        not has_windows
+        not states_kinds
         and kinds is not None
         and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds))
     ):
@@ -497,10 +576,11 @@ def _experts(config: Values, family: ModelFamily) -> Experts | None:
         return None
     new = "num_local_experts" in config.values
     experts = Experts(
-        count=config.whole("num_local_experts" if new else keys.number, 128),
+        count=config.whole("num_local_experts" if new else keys.number, keys.experts),
         topk=config.whole("num_experts_per_tok", keys.topk),
-        ffn_hidden_size=config.whole(keys.width, 768),
-        normalize=keys.normalize is None or config.flag(keys.normalize, default=False),
+        ffn_hidden_size=config.whole(keys.width, keys.expert_width),
+        normalize=keys.normalize is None or config.flag(keys.normalize, default=keys.normalizes),
+        shared_ffn_hidden_size=config.whole(keys.shared, keys.expert_width) if keys.shared else 0,
     )
     if experts.topk > experts.count:
         fix = f"state at most the number of experts, {experts.count}"
@@ -511,12 +591,34 @@ def _experts(config: Values, family: ModelFamily) -> Experts | None:
     return experts
 
 
+_LINEAR_KEYS = {
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_channels": ("linear_key_head_dim", 128),
+    "value_channels": ("linear_value_head_dim", 128),
+    "taps": ("linear_conv_kernel_dim", 4),
+}
+
+
+def _linear(config: Values, family: ModelFamily) -> LinearAttention | None:
+    """Read the sizes of linear attention with the defaults of transformers."""
+    if family.layers is None or not family.layers.has_linear:
+        return None
+    sizes = {name: config.whole(key, default) for name, (key, default) in _LINEAR_KEYS.items()}
+    linear = LinearAttention(**sizes)
+    if linear.value_heads % linear.key_heads:
+        fix = f"state a divisor of linear_num_value_heads={linear.value_heads}"
+        raise config.refusal("linear_num_key_heads", linear.key_heads, fix)
+    return linear
+
+
 def _expert_keys(experts: Experts, keys: ExpertKeys) -> dict[str, Any]:
     return {
         keys.number: experts.count,
         "num_experts_per_tok": experts.topk,
         keys.width: experts.ffn_hidden_size,
         **({} if keys.normalize is None else {keys.normalize: experts.normalize}),
+        **({} if keys.shared is None else {keys.shared: experts.shared_ffn_hidden_size}),
     }
 
 
@@ -582,6 +684,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         layers=() if family.layers is None else _distinct(family.layers.read(config, base), base),
         query_scalar=_query_scalar(values, family, head_size),
         partial_rotary_factor=_rotary_factor(values, family),
+        linear=_linear(values, family),
     )
     _check_heads(architecture)
     return architecture
@@ -647,6 +750,8 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
         config["head_dim"] = a.kv_channels
     if a.experts is not None and family.expert_keys is not None:
         config |= _expert_keys(a.experts, family.expert_keys)
+    if a.linear is not None:
+        config |= {key: getattr(a.linear, name) for name, (key, _) in _LINEAR_KEYS.items()}
     if family.has_query_scalar:
         config["query_pre_attn_scalar"] = a.query_scalar or a.kv_channels
     return config

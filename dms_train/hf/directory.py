@@ -46,6 +46,8 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 _HALF = ("F16", "BF16")
 # Buffers of older versions of transformers; every program computes them anew.
 _LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Prefix of the language model's tensors beside a vision tower, and their prefix without one.
+_LANGUAGE_MODEL, _MODEL = "model.language_model.", "model."
 _ROWS = 8192  # rows of two matrices that are compared at once
 
 
@@ -199,7 +201,8 @@ class WeightReader:
     Construction reads every header. It refuses incomplete files, and quantised weights except
     MXFP4 experts, which are read as bfloat16. For an export in format `peft` the tensors are those
     of its base model with the adapter merged. Names, shapes and rows are those of
-    `expected_shapes`, also where the files of a family have others.
+    `expected_shapes`, also where the files of a family have others. Of a model with a vision tower
+    only the language model is read.
 
     Attributes:
         directory: Directory of the weights, for an adapter that of its base model.
@@ -227,6 +230,8 @@ class WeightReader:
                 )
         self._open: tuple[str, Any] | None = None
         self._quantised: dict[str, str] = {}  # file of each tensor of MXFP4 blocks or scales
+        self._in_file: dict[str, str] = {}  # names in the files of tensors that are renamed
+        self._left_out: list[str] = []
         self._parts = self._split_stored()
         refuse_side_files(self.directory)
         self._refuse_dtypes()
@@ -242,6 +247,7 @@ class WeightReader:
             architecture = read_architecture(self.directory)
         except (FileNotFoundError, HFError):
             return {}
+        self._take_language_model(architecture.described.left_out)
         parts, shapes = stored_parts(architecture), stored_shapes(architecture)
         stored = {}
         for name in dict.fromkeys(part.stored for part in parts.values()):
@@ -255,6 +261,19 @@ class WeightReader:
             inner = entry["shape"][1:] if part.expert is None else entry["shape"][1:-1]
             self._entries[name] = file, {**entry, "shape": [part.rows, *inner]}
         return parts
+
+    def _take_language_model(self, left_out: tuple[str, ...]) -> None:
+        """Drop tensors with the prefixes of `left_out`, and rename the language model's."""
+        if not left_out:
+            return
+        for stored in list(self._entries):
+            if stored.startswith(left_out):
+                self._left_out.append(stored)
+                del self._entries[stored]
+            elif stored.startswith(_LANGUAGE_MODEL):
+                name = _MODEL + stored.removeprefix(_LANGUAGE_MODEL)
+                self._in_file[name] = stored
+                self._entries[name] = self._entries.pop(stored)
 
     def _take_quantised(self, name: str, shape: tuple[int, ...]) -> tuple[str, dict[str, Any]]:
         """Replace the blocks and scales of MXFP4 experts by one tensor in bfloat16."""
@@ -296,8 +315,8 @@ class WeightReader:
             extra: Names of further tensors that the caller reads.
 
         Returns:
-            A warning that names tensors without effect, which are ignored; None without such
-            tensors.
+            A warning that names tensors that are not read, without effect or of another part of
+            the model; None without such tensors.
 
         Raises:
             HFError: A tensor is missing, has another shape, or would be ignored.
@@ -345,6 +364,11 @@ class WeightReader:
                 f"{self.directory}: {len(unknown)} tensors are not part of the model that "
                 f"config.json states, first {unknown[0]}; correct config.json, or delete them if "
                 "the model does not need them"
+            )
+        if self._left_out:
+            return (
+                f"{self.directory}: only the language model is read; {len(self._left_out)} tensors "
+                f"are left out, first {min(self._left_out)}, and exports do not hold them"
             )
         if not names:
             return None
@@ -401,7 +425,8 @@ class WeightReader:
         """
         if name in self._parts:
             return self._stored(name, 0, 0, self.shape(name)[0])
-        tensor = self._read(name, lambda file: file.get_tensor(name))
+        stored = self._in_file.get(name, name)
+        tensor = self._read(name, lambda file: file.get_tensor(stored))
         if self._adapter is None or not self._adapter.changes(name):
             return tensor
         return self._adapter.merge(name, tensor)
@@ -418,11 +443,13 @@ class WeightReader:
             part = self._parts[name]
             if part.stored + BLOCKS in self._quantised:
                 return self._dequantised(part, dim, start, stop)
+            whole = self._in_file.get(part.stored, part.stored)
             return self._read(
-                name, lambda file: read_part(part, file.get_slice(part.stored), dim, start, stop)
+                name, lambda file: read_part(part, file.get_slice(whole), dim, start, stop)
             )
         cut = (slice(None),) * dim + (slice(start, stop),)
-        return self._read(name, lambda file: file.get_slice(name)[cut])
+        whole = self._in_file.get(name, name)
+        return self._read(name, lambda file: file.get_slice(whole)[cut])
 
     def _dequantised(self, part: StoredPart, dim: int, start: int, stop: int) -> Tensor:
         """Read indices of a tensor of an expert, from the blocks and scales that hold them."""

@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dms_train.families import FAMILIES
 from dms_train.hf.errors import HFError
 from dms_train.hf.text_files import refuse_pointer
 from dms_train.hf.typed import typed
+
+_PARTS = ("text_config", "vision_config")  # parts of a model with a vision tower
 
 
 @typed
@@ -39,5 +42,19 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 @typed
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Parse `config.json` of a model directory; clear errors when it is missing or broken."""
-    return read_json(Path(directory) / "config.json")
+    """Parse `config.json` of a model directory; clear errors when it is missing or broken.
+
+    Of a model with a vision tower whose language model is supported, return the keys of the latter.
+    """
+    path = Path(directory) / "config.json"
+    config = read_json(path)
+    kinds = {family.multimodal: family.name for family in FAMILIES.values() if family.multimodal}
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not isinstance(kind, str) or kind not in kinds:
+        return config
+    if not isinstance(text, dict):
+        raise HFError(f"{path}: text_config={text!r}: state the keys of the language model")
+    outer = {key: value for key, value in config.items() if key not in _PARTS}
+    # transformers ties the output layer as the whole model states, by default not
+    tied = config.get("tie_word_embeddings", False)
+    return {**outer, **text, "tie_word_embeddings": tied, "model_type": kinds[kind]}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import Shape, expected_shapes
 
-_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+_ROTATED = tuple(f"self_attn.{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
 # Tensor of all experts that holds a projection, its first column and their distance.
 _EXPERT_TENSORS = {
     "gate_proj": ("gate_up_proj", 0, 2),
@@ -34,6 +34,8 @@ class StoredPart(NamedTuple):
         expert: Index of the expert in a tensor of all experts, in which its matrix is transposed;
             None for other tensors.
         step: Distance of the rows.
+        block: Rows of a head, if the tensor in the files joins parts for each head; otherwise 0.
+        stride: Distance between the blocks of two heads.
     """
 
     stored: str
@@ -42,6 +44,8 @@ class StoredPart(NamedTuple):
     order: list[int]
     expert: int | None = None
     step: int = 1
+    block: int = 0
+    stride: int = 0
 
 
 def channel_order(a: Architecture) -> list[int]:
@@ -61,6 +65,31 @@ def file_channel(a: Architecture, channel: int) -> int:
     return channel if channel < 0 else channel_order(a)[channel]
 
 
+def _joined_parts(stored: str, rows: dict[str, int], heads: int) -> dict[str, StoredPart]:
+    """Return the parts of a tensor that joins modules.
+
+    Args:
+        stored: Name of the tensor in the files.
+        rows: Rows of each module, in order; 0 for one without this tensor.
+        heads: Number of heads for each of which it joins them; 0 if it joins them whole.
+    """
+    parts, first = dict[str, StoredPart](), 0
+    stride = sum(rows.values()) // heads if heads else 0
+    for module, count in rows.items():
+        block = count // heads if heads else 0
+        if count:
+            parts[module] = StoredPart(stored, first, count, [], block=block, stride=stride)
+        first += block or count
+    return parts
+
+
+def _heads(a: Architecture, stored: str) -> int:
+    """Return the number of heads for which a tensor in the files joins its modules."""
+    if a.linear is not None and stored.startswith("linear_attn."):
+        return a.linear.key_heads
+    return a.num_attention_heads
+
+
 def stored_parts(a: Architecture) -> dict[str, StoredPart]:
     """Return the tensors that the files hold under another name or in another order, by name."""
     order = channel_order(a)
@@ -71,14 +100,12 @@ def stored_parts(a: Architecture) -> dict[str, StoredPart]:
     for layer in range(a.num_layers):
         at = f"model.layers.{layer}."
         for stored, modules in groups.items():
+            heads = _heads(a, stored) if stored in a.described.stored_by_head else 0
             for kind in ("weight", "bias"):
-                first = 0
-                for module in modules:
-                    name = f"{at}{module}.{kind}"
-                    if name in shapes:
-                        rows, own = shapes[name][0], order if module in _ROTATED else []
-                        parts[name] = StoredPart(f"{at}{stored}.{kind}", first, rows, own)
-                        first += rows
+                rows = {m: shapes.get(f"{at}{m}.{kind}", (0,))[0] for m in modules}
+                for module, part in _joined_parts(f"{at}{stored}.{kind}", rows, heads).items():
+                    own = order if module in _ROTATED else []
+                    parts[f"{at}{module}.{kind}"] = part._replace(order=own)
         parts |= _expert_parts(a, f"{at}mlp.experts", shapes)
     return parts
 

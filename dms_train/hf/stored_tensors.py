@@ -15,7 +15,10 @@ from dms_train.hf.stored import StoredPart, stored_parts, stored_shapes
 
 def _rows(part: StoredPart) -> Tensor:
     """Return the rows in the files, in the order of the tensor that they make up."""
-    rows = torch.arange(part.first, part.first + part.rows)
+    rows = torch.arange(part.rows)
+    if part.block:
+        rows = rows // part.block * part.stride + rows % part.block
+    rows = rows + part.first
     if not part.order:
         return rows
     return rows.unflatten(0, (-1, len(part.order)))[:, part.order].flatten()
@@ -42,7 +45,7 @@ def read_part(part: StoredPart, tensor: Any, dim: int, start: int, stop: int) ->
     first, last = int(rows.min()), int(rows.max())
     columns = (slice(start, stop),) if dim else ()
     block: Tensor = tensor[(slice(first, last + 1), *columns)]
-    return block[rows - first] if part.order else block
+    return block[rows - first] if part.order or part.block else block
 
 
 def read_blocks(tensor: Any, part: StoredPart, dim: int, start: int, stop: int) -> Tensor:

@@ -13,6 +13,7 @@ from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
+from dms_train.inference.cache.linear_states import LinearStates, state_bytes
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
 from dms_train.inference.cache.paged_local import LocalPagedCache
@@ -55,9 +56,32 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
         InferenceError: The options do not fit together, or leave no memory for the cache.
     """
     a, device = model.architecture, torch.device(options.device)
+    if a.linear is None:
+        return _build(model, policy, options)
+    states = LinearStates(a, options.max_num_seqs, model.dtype, device)
+    if options.cache_bytes is not None:
+        left = options.cache_bytes - states.nbytes * _copies(policy, options)
+        if left < 1:
+            raise InferenceError(
+                f"cache_bytes={options.cache_bytes}: the states of linear attention take "
+                f"{options.cache_bytes - left} bytes; raise it, or choose a smaller max_num_seqs"
+            )
+        options = replace(options, cache_bytes=left)
+    cache = _build(model, policy, options)
+    cache.states = states
+    return cache
+
+
+def _build(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
+    """Build the cache of the layers with keys and values."""
+    a, device = model.architecture, torch.device(options.device)
     if options.cache == "dense":
         frequency = layer_frequencies(a, device)
-        sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
+        sizes = {
+            "layers": len(a.cache_layers),
+            "rows": options.max_num_seqs,
+            "heads": a.num_query_groups,
+        }
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         return DenseCache(policy, like=like, frequency=frequency, **sizes)
     if _uses_kernels(model, policy, options):
@@ -80,7 +104,7 @@ def _compact(
         page_slots=options.page_slots,
         slab_pages=options.slab_pages,
     )
-    sizes = {"layers": a.num_layers, "rows": rows, "heads": a.num_query_groups}
+    sizes = {"layers": len(a.cache_layers), "rows": rows, "heads": a.num_query_groups}
     return CompactCache(pool, policy, frequency=layer_frequencies(a, device), **sizes)
 
 
@@ -94,7 +118,7 @@ def _slabs(
     """
     pool, tokens = cache.pool, cache.policy.state_tokens
     row_bytes = _policy_bytes(model, cache.policy, options) * _copies(cache.policy, options)
-    kv_lists = model.architecture.num_layers * model.architecture.num_query_groups
+    kv_lists = len(model.architecture.cache_layers) * model.architecture.num_query_groups
     longest = longest_sequence(model.architecture, options)
 
     def total(slabs: int) -> int:
@@ -128,7 +152,7 @@ def _policy_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOption
 
 def kept_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
     """Return the bytes that the kernels' cache reserves for the state of a policy."""
-    fewest = model.architecture.num_layers * model.architecture.num_query_groups
+    fewest = len(model.architecture.cache_layers) * model.architecture.num_query_groups
     return _paged(model, policy, options, fewest).policy_bytes * _copies(policy, options)
 
 
@@ -208,7 +232,7 @@ def _paged(
         pages=pages,
     )
     sizes = CacheSizes(
-        layers=a.num_layers,
+        layers=len(a.cache_layers),
         rows=options.max_num_seqs,
         heads=a.num_query_groups,
         group=a.num_attention_heads // a.num_query_groups,
@@ -228,7 +252,7 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
         InferenceError: Memory is too small for one page per layer and KV head.
     """
     a, size = model.architecture, options.page_slots
-    kv_lists = a.num_layers * a.num_query_groups
+    kv_lists = len(a.cache_layers) * a.num_query_groups
     most = (
         options.max_num_seqs * kv_lists * -(-longest_sequence(model.architecture, options) // size)
     )
@@ -259,7 +283,7 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
     b = max(1, min(options.max_num_seqs, options.max_num_batched_tokens // chunk))
     chunk = min(chunk, longest_sequence(model.architecture, options))
-    pages = b * a.num_layers * a.num_query_groups * -(-chunk // options.page_slots)
+    pages = b * len(a.cache_layers) * a.num_query_groups * -(-chunk // options.page_slots)
     cache = _paged(model, policy, options, pages)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -267,8 +291,10 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     rows = torch.arange(b, device=device)
     model.decoder(TokenBatch.rectangular(torch.zeros_like(position), position, rows), cache)
     peak = torch.cuda.max_memory_allocated(device) - before
-    # page tables and policy state of all rows, and of as many snapshots
+    # page tables and policy state of all rows, and of as many snapshots, which copy states too
     tables = cache.table_bytes + options.max_num_seqs * cache.snapshot_bytes
+    copied_states = options.max_num_seqs * (_copies(policy, options) - 1)
+    tables += copied_states * state_bytes(a, model.dtype)
     del cache
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -137,8 +137,9 @@ class InferenceEngine:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that holds tokens now, page tables included."""
-        return self._runner.cache.allocated_bytes
+        """Bytes of the memory that holds tokens now, with page tables and linear states."""
+        cache = self._runner.cache
+        return cache.allocated_bytes + (0 if cache.states is None else cache.states.nbytes)
 
     def add_request(
         self,
@@ -311,8 +312,8 @@ class InferenceEngine:
             request_id: Request id; the first of several continuations counts.
 
         Returns:
-            int64 [live] on the CPU for each layer and KV head. None while the request waits, or if
-            the cache keeps no positions.
+            int64 [live] on the CPU for each KV head of each layer with keys and values. None while
+            the request waits, or if the cache keeps no positions.
 
         Raises:
             InferenceError: There is no such request.

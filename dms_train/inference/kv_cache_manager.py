@@ -6,10 +6,27 @@ from functools import partial
 
 import torch
 
-from dms_train.inference.cache.interface import KVCache
+from dms_train.inference.cache.interface import KVCache, Snapshot
+from dms_train.inference.cache.linear_states import LinearStates
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.prefix_cache import PrefixCache
 from dms_train.inference.sequence import Sequence
+
+
+class _StatefulSnapshot:
+    """Snapshot of a row with the states of its linear attention; implements `Snapshot`."""
+
+    def __init__(self, inner: Snapshot, states: LinearStates, row: int) -> None:
+        self._inner, self._states, self._copy = inner, states, states.copy(row)
+
+    def restore(self, row: int) -> None:
+        """Restore the snapshot into an empty row."""
+        self._inner.restore(row)
+        self._states.restore(row, self._copy)
+
+    def release(self) -> None:
+        """Release the snapshot."""
+        self._inner.release()
 
 
 class KVCacheManager:
@@ -151,7 +168,12 @@ class KVCacheManager:
         A snapshot at the end of a scored prompt stays reserved for its own continuations.
         """
         assert sequence.batch_slot is not None
-        take = partial(self._cache.snapshot, sequence.batch_slot)
+        take = partial(self._snapshot, sequence.batch_slot)
         own = sequence.score_only and sequence.num_computed_tokens == sequence.prompt_end - 1
         owner = None if self._shared and not own else sequence.request_id
         self._prefixes.add(sequence.tokens[: sequence.num_computed_tokens], take, owner)
+
+    def _snapshot(self, batch_slot: int) -> Snapshot:
+        """Return a snapshot of a batch slot, with its states."""
+        snapshot, states = self._cache.snapshot(batch_slot), self._cache.states
+        return snapshot if states is None else _StatefulSnapshot(snapshot, states, batch_slot)

@@ -31,9 +31,9 @@ class _Recorder(DenseCache):
         a, device = model.architecture, model.decoder.norm.weight.device
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         super().__init__(
-            KeepAllPolicy(), layers=a.num_layers, rows=1, heads=a.num_query_groups, like=like
+            KeepAllPolicy(), layers=len(a.cache_layers), rows=1, heads=a.num_query_groups, like=like
         )
-        shape = a.num_layers, a.num_attention_heads, a.kv_channels
+        shape = len(a.cache_layers), a.num_attention_heads, a.kv_channels
         self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
         self.norm = self.mean[..., : a.kv_channels // 2].clone()
 

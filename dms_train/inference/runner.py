@@ -136,7 +136,7 @@ class ModelRunner:
         self.longest = longest_sequence(model.architecture, options)
         policy = build_policy(options.policy, options.policy_options, model.spec)
         a = model.architecture
-        windows = [layer.window for layer in a.attention_layers]
+        windows = [a.attention_layers[layer].window for layer in a.cache_layers]
         policy = with_windows(policy, options.policy, windows, sinks=a.described.sinks)
         self.cache = build_cache(model, policy, options)
         rows = torch.arange(options.max_num_seqs, device=self._device)
@@ -146,7 +146,8 @@ class ModelRunner:
         self._decodes_prompts = True
         self._eviction_interval: int | None = None
         cache = self._capturable = self.cache.capturable
-        if cache is not None:
+        # with linear attention, steps are launched kernel by kernel
+        if cache is not None and a.linear is None:
             self._graphs = DecodeGraphs(
                 model.decoder,
                 cache,
@@ -164,7 +165,7 @@ class ModelRunner:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             prefill_chunk=options.prefill_chunk,
-            kv_lists=a.num_layers * a.num_query_groups,
+            kv_lists=len(a.cache_layers) * a.num_query_groups,
             page_slots=options.page_slots,
             window=policy.window,
             pages=self.cache.max_pages,

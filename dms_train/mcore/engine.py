@@ -121,8 +121,9 @@ class McoreEngine:
     def _choose_graph(self, *, fused: bool) -> PassGraph | None:
         if not self._options.trains:
             return None
-        experts = self.architecture.num_experts
-        return choose_graph(self._options.parallel, self.view, fused=fused, experts=experts)
+        a, parallel = self.architecture, self._options.parallel
+        linear = a.linear is not None
+        return choose_graph(parallel, self.view, fused=fused, experts=a.num_experts, linear=linear)
 
     def _build_chunks(
         self, method: MethodState, source: weights.WeightSource | None, trainable: Trainable

@@ -116,12 +116,16 @@ class ParallelOptions:
             layers[-1] = last
         return layers
 
-    def graph_obstacles(self, world_size: int, experts: int = 0) -> Iterator[str]:
+    def graph_obstacles(
+        self, world_size: int, experts: int = 0, *, linear: bool = False
+    ) -> Iterator[str]:
         """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy."""
         if world_size > 1:
             yield f"one process can be captured and there are {world_size}; use auto"
         if experts:
             yield "a mixture of experts counts the tokens of each on the host; use auto"
+        if linear:
+            yield "layers with linear attention are not captured; use auto"
         if self.recompute_granularity is not None:
             yield (
                 f"parallel.recompute_granularity={self.recompute_granularity} reads random states "

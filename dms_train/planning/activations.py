@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dms_train.hf.architecture import Architecture
-from dms_train.kernels.options import ROW_TILE
+from dms_train.kernels.options import DELTA_CHUNK, ROW_TILE
 from dms_train.mcore.options import (
     ALL_WEIGHTS,
     LOGITS_CHUNK,
@@ -117,7 +117,9 @@ class Microbatch:
         """Bytes of one half of the gated projection on this rank: t f p / tp."""
         a = self.architecture
         experts = a.experts
-        width = a.ffn_hidden_size if experts is None else experts.topk * experts.ffn_hidden_size
+        width = a.ffn_hidden_size
+        if experts is not None:
+            width = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
         return self.tokens * width // self.tp * self.width
 
     @property
@@ -155,6 +157,26 @@ def norm_statistics(m: Microbatch) -> int:
     return m.own_tokens * _FP32
 
 
+def _centered(m: Microbatch, channels: int, numbers: int) -> int:
+    """Return the bytes that norms of factors 1 + weight keep more than others.
+
+    Args:
+        m: The microbatch.
+        channels: Channels that a norm normalises.
+        numbers: Numbers that it keeps in float32, except with fused kernels.
+    """
+    if not m.architecture.described.centered_norms:
+        return 0
+    return channels * _FP32 + (0 if m.fused else numbers * (_FP32 - m.width))
+
+
+def _outer_norms(m: Microbatch) -> int:
+    """Return the bytes that the norms before attention and MLP keep."""
+    # inputs of both, and outputs where a weight that trains reads them
+    norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
+    return norms + 2 * _centered(m, m.architecture.hidden_size, m.residual // m.width)
+
+
 def _heads(m: Microbatch) -> tuple[int, int]:
     """Return the numbers of query and KV heads on a rank, in attention."""
     a, ranks = m.architecture, m.tp * m.cp
@@ -176,10 +198,14 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
     heads, groups = _heads(m)
     statistics = 0
     mixed = rotated = m.query + 2 * m.key
+    mixed += m.query * m.architecture.described.output_gate
     if m.architecture.qk_layernorm:
         # q is copied out of the projection before its norm (plain operations: where there are
         # several KV heads); k is too for the kernel, and a view for plain operations
         statistics = m.query * (m.fused or groups > 1) + m.key * m.fused
+        if m.architecture.described.centered_norms and not m.fused and m.width < _FP32:
+            statistics = (m.query + m.key) // m.width * _FP32
+        statistics += _centered(m, 2 * m.architecture.kv_channels, 0)
         norms = 2 if m.architecture.described.joint_qk_norm else heads + groups
         statistics += m.attended_tokens * norms * _FP32
     elif m.fused or m.method.replaces_values:
@@ -216,8 +242,7 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     """
     heads, groups = _heads(m)
     family = m.architecture.described
-    # inputs of both norms, and outputs where a weight that trains reads them
-    norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
+    norms = _outer_norms(m)
     if family.sandwich_norms and family.input_norms:
         norms += 2 * (m.residual + norm_statistics(m))
     # sine and cosine, for q and for k; the fused kernel has one table for all layers
@@ -232,10 +257,10 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         fused=m.fused,
     )
     decisions = m.method.kept_bytes(sizes)
-    attention = attention_kernel(m) + _exchanged(m)
+    attention = attention_kernel(m) + _exchanged(m) + _gated(m)
     if recompute == "selective" and m.parallel.recomputes("core_attn"):
         # the output, and log(1 - alpha) by key
-        attention = m.query + m.attended_tokens * groups * _FP32
+        attention = m.query + m.attended_tokens * groups * _FP32 + _gated(m)
     mlp = mlp_kept(m)
     if recompute == "selective" and m.parallel.recomputes("mlp"):
         mlp = 0 if m.trains_all else m.residual  # its input, which `norms` counts if all train
@@ -243,10 +268,20 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     return norms + projected + tables + decisions + attention + mlp
 
 
+def _trains_output(m: Microbatch) -> bool:
+    """Return whether the input of the output projection is kept."""
+    return m.trains_all or m.trainable.weights == "attention" or "o" in m.trainable.targets
+
+
 def _exchanged(m: Microbatch) -> int:
     """Return the bytes of the output of attention as context-parallel ranks have exchanged it."""
-    reads = m.trains_all or m.trainable.weights == "attention" or "o" in m.trainable.targets
-    return m.query * (m.cp > 1 and reads)
+    return m.query * (m.cp > 1 and _trains_output(m))
+
+
+def _gated(m: Microbatch) -> int:
+    """Return the bytes of the factors on the output of attention, and of their product."""
+    is_kept = m.cp == 1 and _trains_output(m)  # otherwise it is exchanged
+    return m.query * (1 + is_kept) * m.architecture.described.output_gate
 
 
 def _adapted(m: Microbatch) -> int:
@@ -277,8 +312,46 @@ def _routing(m: Microbatch) -> int:
     return m.trains_all * (router + m.routed) + chosen + biases + m.mlp_half
 
 
-def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
-    """Return the bytes that `layers` layers keep of one microbatch in flight, without the head."""
+def linear_layer(m: Microbatch, recompute: str | None) -> int:
+    """Return what `layer` does for a layer with linear attention, which repeats its mixing."""
+    linear = m.architecture.linear
+    assert linear is not None
+    norms = _outer_norms(m)
+    rows = linear.key_heads * sum(linear.group_rows)
+    projected = m.tokens * rows // m.tp * m.width
+    mixed = m.tokens * linear.values // m.tp * m.width * m.trains_all
+    mlp = mlp_kept(m)
+    if recompute == "selective" and m.parallel.recomputes("mlp"):
+        mlp = 0 if m.trains_all else m.residual
+    return norms + projected + mixed + mlp
+
+
+def _mixing(m: Microbatch, *, backward: bool) -> int:
+    """Return the temporary bytes of linear attention between its projections, in float32.
+
+    They are matrices of the token pairs of a chunk, copies of keys and values, and in the backward
+    pass a state for each chunk. The numbers are measured (`tests.unit.planning`).
+    """
+    linear = m.architecture.linear
+    if linear is None:
+        return 0
+    heads, k, v = linear.value_heads // (m.tp * m.cp), linear.key_channels, linear.value_channels
+    token = 3 * DELTA_CHUNK + 7 * k + 6 * v
+    if backward:
+        token = 8 * DELTA_CHUNK + 11 * k + 8 * v + 2 * k * v // DELTA_CHUNK
+    return m.attended_tokens * heads * token * _FP32
+
+
+def chunk(m: Microbatch, layers: int, *, linear: int = 0, first: bool, last: bool) -> int:
+    """Return the bytes that the layers of a chunk keep of one microbatch in flight.
+
+    Args:
+        m: The microbatch.
+        layers: Number of layers.
+        linear: Number of those with linear attention.
+        first: Whether the chunk has the embedding.
+        last: Whether the chunk has the head, which is not counted.
+    """
     p = m.parallel
     tables = len(set(m.architecture.ropes))
     frequencies = tables * m.length * m.architecture.kv_channels * _FP32
@@ -286,7 +359,8 @@ def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
         units = -(-layers // p.recompute_num_layers)
         kept = units * m.residual + frequencies
     else:
-        kept = layers * layer(m, p.recompute_granularity) + frequencies * m.fused
+        kept = (layers - linear) * layer(m, p.recompute_granularity) + frequencies * m.fused
+        kept += linear * linear_layer(m, p.recompute_granularity) if linear else 0
     # the first layer's input is the embedding's output or a view of the received tensor
     received = 2 * m.tokens * _INT64 if first else m.stage_tensor - m.residual
     sent = 0 if last else m.stage_tensor
@@ -315,7 +389,7 @@ def forward_workspace(m: Microbatch) -> int:
     if not m.distills and p.recompute_granularity != "full" and not p.recomputes("mlp"):
         return 0
     mlp = (_halves(m) + 1) * m.mlp_half + 2 * m.residual + m.gathered
-    return mlp + _ROUTED_FORWARD * m.routed
+    return max(mlp + _ROUTED_FORWARD * m.routed, _mixing(m, backward=False))
 
 
 def backward_workspace(m: Microbatch) -> int:
@@ -332,7 +406,11 @@ def backward_workspace(m: Microbatch) -> int:
     if p.recomputes("mlp"):
         work += mlp_kept(m)
     work += _ROUTED_BACKWARD * m.routed
+    mixing = _mixing(m, backward=True)
     if p.recompute_granularity == "full":
         # the unit's input is counted with what was kept
-        work += p.recompute_num_layers * layer(m, None) - m.residual
-    return work
+        rest = (p.recompute_num_layers - 1) * layer(m, None) - m.residual
+        work += rest + layer(m, None)
+        if mixing:  # when the MLP's part is freed
+            mixing += rest + linear_layer(m, None) - mlp_kept(m)
+    return max(work, mixing)

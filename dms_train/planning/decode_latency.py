@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from dms_train.hf.architecture import Architecture
 from dms_train.planning.gpus import Gpu
 
+_STATE_BYTES = 4  # float32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStep:
@@ -46,7 +48,8 @@ def decode_step(
         gpu: Peak operations and memory bandwidth.
         batch: Sequences.
         length: Tokens of each.
-        cr: Compression ratio: tokens over tokens held, in the layers without a window.
+        cr: Compression ratio: tokens over tokens held, in the layers without a window. Linear
+            attention counts as other projections, with states that are read and written.
     """
     a = architecture
     d, d_kv = a.hidden_size, a.num_query_groups * a.kv_channels
@@ -54,12 +57,15 @@ def decode_step(
     # three products of the MLP, queries and output, keys and values; a multiplication is 2
     attention = 4 * d * d + 4 * d * d_kv
     layer = 6 * d * computed + attention
-    windows = [each.window for each in a.attention_layers]
+    windows = [a.attention_layers[number].window for number in a.cache_layers]
     held = sum(length / cr if window is None else min(window, length) for window in windows)
     vocabulary = 2 * d * a.vocab_size
     flops = batch * (a.num_layers * layer + 4 * d * held + vocabulary)
     kv_reads = 4 * batch * held * d_kv
+    states = 0 if a.linear is None else a.linear.values * a.linear.key_channels
+    states *= a.num_layers - len(a.cache_layers)
     reads = a.num_layers * (6 * d * read + attention) + kv_reads + vocabulary
+    reads += 2 * _STATE_BYTES * batch * states
     compute, memory = flops / (gpu.tflops * 1e12), reads / (gpu.memory_tbs * 1e12)
     seconds = max(compute, memory)
     return DecodeStep(

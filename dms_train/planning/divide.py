@@ -43,12 +43,20 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
     yield from _split_heads(parallel, architecture)
     yield from _split_layers(parallel, architecture.num_layers)
     yield from _split_experts(parallel, architecture)
-    pp, has_windows = (
-        parallel.pipeline_model_parallel_size,
-        any(layer.window for layer in architecture.attention_layers),
-    )
+    yield from _trains_every_stage(config, architecture)
+
+
+def _trains_every_stage(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    """Refuse a pipeline that may have a stage without trained weights."""
+    pp, train = config.parallel.pipeline_model_parallel_size, config.method.train
+    has_windows = any(layer.window for layer in architecture.attention_layers)
     # the optimizer of a stage without trained weights cannot be saved
-    if config.method.train == "channel" and has_windows and pp > 1:
+    if train != "all" and architecture.linear is not None and pp > 1:
+        yield (
+            f"parallel.pipeline_model_parallel_size={pp}: layers with linear attention train "
+            f"nothing with method.train={train}; use 1 or method.train=all"
+        )
+    if train == "channel" and has_windows and pp > 1:
         yield (
             f"parallel.pipeline_model_parallel_size={pp}: layers with a sliding window train "
             "nothing with method.train=channel; use 1 or method.train=lora"
@@ -62,6 +70,12 @@ def _split_heads(parallel: ParallelOptions, architecture: Architecture) -> Itera
         yield (
             f"parallel.context_parallel_size={cp}: does not divide the {heads // tp} KV heads of a "
             f"tensor-parallel rank; use a divisor of {heads // tp}"
+        )
+    linear = architecture.linear
+    if linear is not None and linear.key_heads % (tp * cp):
+        yield (
+            f"parallel: tensor x context size is {tp * cp}, which does not divide the "
+            f"{linear.key_heads} key heads of linear attention; use a divisor"
         )
 
 
@@ -79,12 +93,13 @@ def _split_experts(parallel: ParallelOptions, architecture: Architecture) -> Ite
         )
     if experts.count % ep:
         yield f"{where}: does not divide the model's {experts.count} experts; use a divisor of it"
-    if experts.ffn_hidden_size % tp:
-        size = f"experts.ffn_hidden_size={experts.ffn_hidden_size}"
-        yield (
-            f"parallel.tensor_model_parallel_size={tp}: does not divide the model's {size}; "
-            "use a divisor of it"
-        )
+    for name in ("ffn_hidden_size", "shared_ffn_hidden_size"):
+        size = getattr(experts, name)
+        if size % tp:
+            yield (
+                f"parallel.tensor_model_parallel_size={tp}: does not divide the model's "
+                f"experts.{name}={size}; use a divisor of it"
+            )
     if tp > 1 and not parallel.sequence_parallel:
         yield (
             f"parallel.sequence_parallel=false: experts need it with "

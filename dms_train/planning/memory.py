@@ -122,11 +122,28 @@ class PipelineStage:
     @property
     def method_layers(self) -> int:
         """Layers of all model chunks on which the method acts."""
+        method_layers = set(self.microbatch.architecture.method_layers)
+        return sum(len(method_layers & set(own)) for own in self.chunks)
+
+    @property
+    def chunks(self) -> list[range]:
+        """Numbers of the layers of each model chunk."""
         m = self.microbatch
         sizes = [size // self.vp for size in m.parallel.stage_layers(m.architecture.num_layers)]
         first, total = sum(sizes[: self.rank]), sum(sizes)
-        own = range(first, first + self.layers)
-        return sum(layer % total in own for layer in m.architecture.method_layers)
+        starts = [first + chunk * total for chunk in range(self.vp)]
+        return [range(start, start + self.layers) for start in starts]
+
+    @property
+    def linear_layers(self) -> list[int]:
+        """Number of layers with linear attention in each model chunk."""
+        layers = self.microbatch.architecture.attention_layers
+        return [sum(layers[number].linear for number in own) for own in self.chunks]
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers of all model chunks that have queries, keys and values."""
+        return self.layers * self.vp - sum(self.linear_layers)
 
     @property
     def is_last(self) -> bool:
@@ -147,7 +164,9 @@ class PipelineStage:
     def layer_parameters(self) -> int:
         """Weights of layers on each of the stage's processes."""
         a, tp = self.microbatch.architecture, self.microbatch.tp
-        return self.layers * self.vp * (_sharded(a) // tp + _replicated(a)) + self.experts
+        weights = self.attention_layers * (_sharded(a) // tp + _replicated(a))
+        linear = _linear_sharded(a) // tp + _linear_replicated(a)
+        return weights + sum(self.linear_layers) * linear + self.experts
 
     @property
     def host_bytes(self) -> int:
@@ -190,7 +209,7 @@ class PipelineStage:
         if m.trains_all:
             return self.parameters
         if m.trainable.weights == "attention":
-            return self.layers * self.vp * attention_weights(m.architecture, m.tp)
+            return self.attention_layers * attention_weights(m.architecture, m.tp)
         return self.adapters
 
     @property
@@ -198,7 +217,7 @@ class PipelineStage:
         """Parameters of adapters on each of the stage's processes."""
         m = self.microbatch
         count = trained.adapters(m.architecture, m.trainable, m.method)
-        return count.parameters(self.layers * self.vp, self.method_layers, m.tp)
+        return count.parameters(self.attention_layers, self.method_layers, m.tp)
 
     @property
     def unshared(self) -> int:
@@ -336,6 +355,7 @@ def _moments(stage: PipelineStage) -> list[_Moment]:
         activations.chunk(
             m,
             stage.layers,
+            linear=stage.linear_layers[chunk],
             first=stage.rank == 0 and chunk == 0,
             last=stage.is_last and chunk == last_chunk,
         )
@@ -393,11 +413,12 @@ def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
     """Return the size of one checkpoint: all weights, and fp32 copy and moments of the trained."""
     width = 2 if config.parallel.params_dtype == "bf16" else _FP32
     count = trained.adapters(architecture, config.trainable, config.method)
-    added = count.parameters(architecture.num_layers, len(architecture.method_layers))
+    attending = len(architecture.cache_layers)
+    added = count.parameters(attending, len(architecture.method_layers))
     weights = parameter_count(architecture) + added
     updated = {
         "all": weights,
-        "attention": architecture.num_layers * attention_weights(architecture),
+        "attention": attending * attention_weights(architecture),
     }.get(config.method.train, added)
     return weights * width + updated * _FP32 * (1 + _ADAM_MOMENTS)
 
@@ -418,8 +439,10 @@ def parameter_count(architecture: Architecture) -> int:
     """Count the parameters of the model, a tied output projection once."""
     a = architecture
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
-    layer = _sharded(a) + _replicated(a) + expert_weights(a)
-    return a.num_layers * layer + embeddings + a.hidden_size
+    attending = len(a.cache_layers)
+    layers = attending * (_sharded(a) + _replicated(a)) + a.num_layers * expert_weights(a)
+    layers += (a.num_layers - attending) * (_linear_sharded(a) + _linear_replicated(a))
+    return layers + embeddings + a.hidden_size
 
 
 def active_parameter_count(architecture: Architecture) -> int:
@@ -429,10 +452,19 @@ def active_parameter_count(architecture: Architecture) -> int:
     return parameter_count(a) - a.num_layers * unused * _expert(a)
 
 
-def layer_products(a: Architecture) -> int:
-    """Count the weights of one layer that are multiplied with every token."""
+def layer_products(a: Architecture) -> float:
+    """Count the weights of one layer that are multiplied with every token; the mean of all layers.
+
+    Linear attention multiplies states by keys, values and queries in place of attention's products.
+    """
     experts = 0 if a.experts is None else a.experts.topk * _expert_products(a)
-    return _matrices(a) + experts + a.num_experts * a.hidden_size
+    common = experts + a.num_experts * a.hidden_size
+    if a.linear is None:
+        return _matrices(a) + common
+    states = 3 * a.linear.values * a.linear.key_channels
+    linear = _linear_matrices(a) + states
+    share = len(a.cache_layers) / a.num_layers
+    return share * _matrices(a) + (1 - share) * linear + common
 
 
 def expert_weights(a: Architecture) -> int:
@@ -456,12 +488,47 @@ def _expert_products(a: Architecture) -> int:
 def _matrices(a: Architecture) -> int:
     """Count the weights of the projections of attention, and of the MLP where there is one."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    return 2 * a.hidden_size * (query + key) + mlp_products(a)
+    gate = query if a.described.output_gate else 0
+    return a.hidden_size * (2 * (query + key) + gate) + mlp_products(a)
+
+
+def _linear_matrices(a: Architecture) -> int:
+    """Count the weights of the projections of linear attention, and of the MLP."""
+    if a.linear is None:
+        return 0
+    rows = a.linear.key_heads * sum(a.linear.group_rows)
+    return a.hidden_size * (rows + a.linear.values) + mlp_products(a)
+
+
+def _linear_sharded(a: Architecture) -> int:
+    """Count what `_sharded` counts, for a layer with linear attention."""
+    if a.linear is None:
+        return 0
+    taps = (2 * a.linear.keys + a.linear.values) * a.linear.taps
+    return _linear_matrices(a) + taps + 2 * a.linear.value_heads
+
+
+def _linear_replicated(a: Architecture) -> int:
+    """Count what `_replicated` counts, for a layer with linear attention."""
+    if a.linear is None:
+        return 0
+    return _outer_norms(a) + a.linear.value_channels + _gates(a)
+
+
+def _gates(a: Architecture) -> int:
+    """Count the weights of the router, and of the gate of a shared expert."""
+    return (a.num_experts + a.described.shares_expert) * a.hidden_size
+
+
+def _outer_norms(a: Architecture) -> int:
+    """Count the weights of the norms around attention and MLP."""
+    return 2 * (a.described.sandwich_norms + a.described.input_norms) * a.hidden_size
 
 
 def mlp_products(a: Architecture) -> int:
-    """Count the weights of the MLP of one layer, if there is one."""
-    return 3 * a.hidden_size * a.ffn_hidden_size if a.experts is None else 0
+    """Count the weights of the MLP of one layer, or of the expert that all tokens share."""
+    width = a.ffn_hidden_size if a.experts is None else a.experts.shared_ffn_hidden_size
+    return 3 * a.hidden_size * width
 
 
 def _sharded(a: Architecture) -> int:
@@ -475,8 +542,7 @@ def _sharded(a: Architecture) -> int:
 def _replicated(a: Architecture) -> int:
     """Count the weights of one layer that tensor parallelism does not divide, without experts."""
     family = a.described
-    outer = 2 * (family.sandwich_norms + family.input_norms)
     per_head = a.qk_layernorm and not family.joint_qk_norm
-    norms = outer * a.hidden_size + (2 * a.kv_channels if per_head else 0)
+    norms = _outer_norms(a) + (2 * a.kv_channels if per_head else 0)
     biases = a.hidden_size + a.num_experts if family.linear_bias else 0
-    return norms + a.num_experts * a.hidden_size + biases
+    return norms + _gates(a) + biases

@@ -35,7 +35,9 @@ class Adapters(NamedTuple):
 def attention_weights(a: Architecture, tp: int = 1) -> int:
     """Count a layer's weights and biases of q, k, v and o projections on a tensor-parallel rank."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    sharded = 2 * a.hidden_size * (query + key) + (query + 2 * key if a.add_qkv_bias else 0)
+    gate = query if a.described.output_gate else 0
+    sharded = a.hidden_size * (2 * (query + key) + gate)
+    sharded += query + 2 * key if a.add_qkv_bias else 0
     return sharded // tp + (a.hidden_size if a.described.linear_bias else 0)
 
 
@@ -63,4 +65,4 @@ def peft_parameters(a: Architecture, trainable: Trainable, method: MethodSpec) -
     count = adapters(a, trainable, method)
     # a replaced row has a rank of its own: the row itself, and a column that selects it
     replaced = count.channels * (a.hidden_size + a.num_attention_heads * a.kv_channels)
-    return a.num_layers * (count.sharded + count.replicated + replaced)
+    return len(a.cache_layers) * (count.sharded + count.replicated + replaced)

@@ -192,6 +192,26 @@ CHANGES: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
     },
     "qwen3": {"tie_word_embeddings": True},
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+    },
+    "qwen3_next": {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 CASES = [(family, layout) for layout in LAYOUTS for family in families_of(layout)]

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from dms_train.families import FAMILIES
-from tests.support import parity_runs
+from tests.support import parity_runs, tiny
 from tests.support.matrix import FULL_MATRIX
 
 BAR = 1e-5
+LINEAR_BAR = 3e-4  # of gradients with linear attention, see tests/unit/mcore/test_one_step.py
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_num_layers": 1}
 SELECTIVE_MLP_TP2_SP = {
@@ -163,6 +164,7 @@ CONTEXT_CASES = [
     ("gemma3_text", "dms", "cp2", "packed"),
     ("olmo3", "dms", "cp2_tp2", "packed"),
     ("gpt_oss", "dms", "cp2_tp2", "packed"),
+    ("qwen3_5_text", "dms", "cp2_tp2", "packed"),
 ]
 LAYER_TARGET_CASES = [
     ("llama", "dms", layout, "layer_targets") for layout in ("tp2_pp2_sp", "selective_cp2_pp2_vp2")
@@ -247,4 +249,4 @@ def test_layout_equals_one_process(
     worst = parity_runs.largest_difference(found, expected)
     print(f"{layout} {family} {preset} {variant}: loss {worst_loss:.1e}, gradients {worst:.1e}")
     assert worst_loss < BAR
-    assert worst < BAR
+    assert worst < (LINEAR_BAR if family in tiny.HYBRIDS else BAR)

@@ -1,6 +1,7 @@
 """Models of the more unusual families are retrofitted, exported, verified, and generate.
 
-By default one with local layers and one with experts; the others are slow tests.
+By default one with local layers, one with experts and one with linear attention; the others are
+slow tests.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from dms_train import LLM, SamplingParams
 from dms_train.families import LayerAttention
 from tests.support import launch, refusals, yarn
 from tests.support.experts import experts_of
+from tests.support.plain_delta import sizes_of
 
 LAYERS = (LayerAttention(rotary_base=1e3, window=16), LayerAttention(rotary_base=1e4))
+HYBRID = {
+    "layers": (LayerAttention(rotary_base=None, linear=True), LAYERS[1]),
+    "linear": sizes_of("qwen3_5_text"),
+    "partial_rotary_factor": 0.5,
+}
 MODELS = {
     "gemma3_text": {"layers": LAYERS},
     "glm4": {"partial_rotary_factor": 0.5},
@@ -29,11 +36,13 @@ MODELS = {
     },
     "olmo3": {"layers": LAYERS, "rope_scaling": yarn.RULE},
     "phi3": {"partial_rotary_factor": 0.5},
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": {**HYBRID, "experts": experts_of("qwen3_next")},
     "qwen3_moe": {"experts": experts_of("qwen3_moe")},
 }
 
 
-DEFAULT = ("gemma3_text", "gpt_oss")
+DEFAULT = ("gemma3_text", "gpt_oss", "qwen3_5_text")
 
 
 @pytest.mark.parametrize(

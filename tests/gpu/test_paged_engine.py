@@ -33,6 +33,7 @@ MODELS = {
     "gpt_oss": {},
     "llama": {},
     "olmo3": {},
+    "qwen3_5_text": {},
     "qwen3_moe": {},
     "qwen3": {"layers": LAYERS},
 }
@@ -52,7 +53,8 @@ def model(
     decoder = Decoder(architecture, spec)
     torch.nn.init.normal_(decoder.embed_tokens.weight)  # made without initial values
     for name, weight in decoder.named_parameters():
-        if ".experts." in name or "sinks" in name:  # made without initial values too
+        own = "linear_attn" in name and "proj" not in name
+        if ".experts." in name or "sinks" in name or own:  # made without initial values too
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
     if family != "llama":
         decoder = decoder.to(torch.bfloat16)
@@ -126,7 +128,9 @@ def test_the_fused_engine_generates_the_same_tokens(preset: str | None, policy: 
 
 
 @pytest.mark.parametrize("preset", ["dms", None])
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmo3", "qwen3_moe", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "gpt_oss", "olmo3", "qwen3_5_text", "qwen3_moe", "qwen3"]
+)
 def test_experts_and_windows_in_bf16_follow_torch_in_float32(
     family: str, preset: str | None
 ) -> None:

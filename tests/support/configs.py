@@ -10,9 +10,11 @@ from dms_train.cli.config_source import CONF_DIR
 from dms_train.config.build import build
 from dms_train.config.resolve import resolved
 from dms_train.config.schema import RunConfig
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.method.spec import PRESETS
 from tests.support.experts import experts_of
+from tests.support.plain_delta import sizes_of
 
 MAPPING: dict[str, Any] = {
     "model": {"path": "some/model"},
@@ -57,7 +59,8 @@ def config(**changes: Any) -> RunConfig:
     return resolved(build(mapping(**changes)))
 
 
-def architecture(**changes: Any) -> Architecture:
+def architecture(*, kinds: str = "lf", **changes: Any) -> Architecture:
+    """A model of the family; `kinds` repeats: linear or full attention, where a family has both."""
     values: dict[str, Any] = {
         "family": "llama",
         "num_layers": 4,
@@ -73,6 +76,15 @@ def architecture(**changes: Any) -> Architecture:
         "tie_word_embeddings": True,
     }
     values["experts"] = experts_of(changes.get("family", "llama"))
+    values["linear"] = sizes_of(changes.get("family", "llama"))
+    if values["linear"] is not None:
+        full, linear = (
+            LayerAttention(rotary_base=1e4),
+            LayerAttention(rotary_base=None, linear=True),
+        )
+        layers = [full if kind == "f" else linear for kind in kinds]
+        count = changes.get("num_layers", values["num_layers"])
+        values["layers"] = tuple(layers * (count // len(layers)))
     return Architecture(**{**values, **changes})
 
 

@@ -21,6 +21,7 @@ from dms_train.method.dms.spec import DMSOptions
 from dms_train.method.plan import StepPlan
 from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 from tests.support import yarn
+from tests.support.plain_delta import delta_net
 
 Weights = dict[str, Tensor]  # float64, by Hugging Face name
 SANDWICH = ("gemma3_text", "glm4")  # families that also normalise what a layer adds
@@ -181,7 +182,10 @@ def forward(
         own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         normed = hidden if olmo else _rms_norm(hidden, own["input_layernorm.weight"], a)
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
-        attended, decided = _attention(alone, spec, plan, own, normed, noise[layer])
+        if alone.layers[0].linear:
+            attended, decided = _linear(alone, own, normed), _nothing(len(normed))
+        else:
+            attended, decided = _attention(alone, spec, plan, own, normed, noise[layer])
         if sandwich or olmo:
             attended = _rms_norm(attended, own["post_attention_layernorm.weight"], a)
         hidden = hidden + attended
@@ -199,6 +203,15 @@ def forward(
         hidden = hidden + update
     head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
     return _rms_norm(hidden, weights["model.norm.weight"], a) @ weights[head].T, total
+
+
+def _linear(a: Architecture, own: Weights, x: Tensor) -> Tensor:
+    mixer = {n.removeprefix("linear_attn."): w for n, w in own.items()}
+    return torch.stack([delta_net(sample, mixer.__getitem__, a) for sample in x])
+
+
+def _nothing(samples: int) -> _Decided:
+    return _Decided(*torch.zeros(3, samples, dtype=torch.float64))
 
 
 def _mixture(a: Architecture, own: Weights, x: Tensor) -> Tensor:
@@ -228,7 +241,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
-    weight = 1 + weight if a.family == "gemma3_text" else weight
+    weight = 1 + weight if a.described.centered_norms else weight
     return weight * x / (x.square().mean(-1, keepdim=True) + a.layernorm_epsilon).sqrt()
 
 
@@ -256,7 +269,7 @@ def _attention(
     else:
         age = torch.arange(t)[:, None] - torch.arange(t)
         bias = torch.zeros(1, 1, t, t).double().masked_fill((age < 0) | (age >= window), -math.inf)
-        decided = _Decided(*torch.zeros(3, b, dtype=torch.float64))
+        decided = _nothing(b)
         q, k = _rope(a, q), _rope(a, k)
     scores = (
         torch.einsum("bigrd,bjgd->bgrij", q, k) / math.sqrt(a.query_scalar or d) + bias[:, :, None]
@@ -267,6 +280,8 @@ def _attention(
     else:
         weights = scores.softmax(-1)
     out = torch.einsum("bgrij,bjgd->bigrd", weights, v).reshape(b, t, -1)
+    if "self_attn.gate_proj.weight" in own:
+        out = out * (x @ own["self_attn.gate_proj.weight"].T).sigmoid()
     return out @ own["self_attn.o_proj.weight"].T + own.get("self_attn.o_proj.bias", 0.0), decided
 
 

@@ -11,8 +11,10 @@ from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from dms_train.method.documents import PackedDocuments
 from tests.support import yarn
 from tests.support.experts import experts_of
+from tests.support.plain_delta import sizes_of
 
 VOCAB = 61
+HYBRIDS = ("qwen3_5_text", "qwen3_next")
 LENGTH = 24
 
 
@@ -20,8 +22,8 @@ def architecture(family: str, **changes: object) -> Architecture:
     """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied.
 
     SmolLM3 has RoPE in every second layer, Gemma 3 a window and another base in every second one,
-    OLMo 3 YaRN in layers without a window, gpt-oss both in all. Phi-3 and GLM-4 rotate half of each
-    head.
+    OLMo 3 YaRN in layers without a window, gpt-oss both in all, hybrids linear attention in every
+    second one. Phi-3, GLM-4 and hybrids rotate half of each head.
     """
     values: dict[str, object] = {
         "family": family,
@@ -37,9 +39,10 @@ def architecture(family: str, **changes: object) -> Architecture:
         "layernorm_epsilon": 1e-6,
         "tie_word_embeddings": family != "qwen2",
         "experts": experts_of(family),
+        "linear": sizes_of(family, key_heads=4),
         "rope_scaling": {"olmo3": yarn.RULE, "gpt_oss": yarn.UNROUNDED}.get(family),
     }
-    if family in ("glm4", "phi3"):
+    if family in ("glm4", "phi3", *HYBRIDS):
         values |= {"kv_channels": 8, "partial_rotary_factor": 0.5}
     if family == "gpt_oss":
         values["ffn_hidden_size"] = 24
@@ -50,6 +53,9 @@ def architecture(family: str, **changes: object) -> Architecture:
     if family == "gemma3_text":
         local = LayerAttention(rotary_base=1e2, window=7)
         values["layers"] = (local, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)
+    if family in HYBRIDS:
+        linear = LayerAttention(rotary_base=None, linear=True)
+        values["layers"] = (linear, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)
     if family in ("gpt_oss", "olmo3"):
         local = LayerAttention(rotary_base=1e4, window=7)
         values["layers"] = (local, LayerAttention(rotary_base=1e4)) * (values["num_layers"] // 2)

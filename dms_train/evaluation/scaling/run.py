@@ -165,7 +165,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
     spec = read_spec(checked.directory)
     policy = build_policy(checked.engine.policy, checked.engine.policy_options, spec)
     a = read_architecture(checked.directory)
-    windows = [layer.window for layer in a.attention_layers]
+    windows = [a.attention_layers[layer].window for layer in a.cache_layers]
     policy = with_windows(policy, checked.engine.policy, windows, sinks=a.described.sinks)
     config = {
         "task": _task_config(options),

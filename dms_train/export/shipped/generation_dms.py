@@ -67,6 +67,15 @@ class _Layer(CacheLayerMixin):
         self.store = store
 
 
+def _cache_layer(numbers: DMSNumbers | None) -> Any:
+    """Make the empty layer of a cache; one of linear attention has no constants."""
+    if numbers is not None:
+        return _Layer()
+    from transformers.cache_utils import LinearAttentionLayer  # absent in older versions
+
+    return LinearAttentionLayer()
+
+
 class _Columns(NamedTuple):
     """Tokens of one forward pass.
 
@@ -89,8 +98,9 @@ class DMSCache(Cache):
     Evicted tokens cannot return: `crop` raises ValueError if the remaining tokens need one.
 
     Args:
-        numbers: Constants of the model, or of each of its layers.
-        layers: Number of attention layers.
+        numbers: Constants of the model, or of each of its layers; None for a layer with linear
+            attention, whose state transformers keeps.
+        layers: Number of layers.
         kernels: `triton` computes with the kernels of the package, `reference` with torch
             operations; `auto` uses the kernels on a GPU if the package is installed.
 
@@ -99,13 +109,16 @@ class DMSCache(Cache):
     """
 
     def __init__(
-        self, numbers: DMSNumbers | list[DMSNumbers], layers: int, kernels: str = "auto"
+        self,
+        numbers: DMSNumbers | list[DMSNumbers | None],
+        layers: int,
+        kernels: str = "auto",
     ) -> None:
         if kernels not in KERNELS:
             raise ValueError(f"kernels={kernels!r}: choose one of {', '.join(KERNELS)}")
-        super().__init__(layers=[_Layer() for _ in range(layers)])
-        self._kernels = kernels
         self._numbers = numbers if isinstance(numbers, list) else [numbers] * layers
+        super().__init__(layers=[_cache_layer(own) for own in self._numbers])
+        self._kernels = kernels
         self._real: Tensor | None = None  # bool [batch, T] of all tokens seen
         self._columns: _Columns | None = None  # of the newest forward pass
 
@@ -116,10 +129,11 @@ class DMSCache(Cache):
         return sum(pool.allocated_bytes for pool in pools.values())
 
     def live(self) -> Tensor:
-        """Count the tokens held, int64 [layers, batch, kv_heads]."""
-        return torch.stack(
-            [store.live(torch.arange(store.rows))[0].cpu() for store in self._stores()]
-        )
+        """Count the tokens held, int64 [layers, batch, kv_heads]; 0 with linear attention."""
+        counts = iter([s.live(torch.arange(s.rows))[0].cpu() for s in self._stores()])
+        held = [None if numbers is None else next(counts) for numbers in self._numbers]
+        empty = torch.zeros_like(next(count for count in held if count is not None))
+        return torch.stack([empty if count is None else count for count in held])
 
     def attend(
         self,
@@ -146,8 +160,10 @@ class DMSCache(Cache):
         batch, heads, n, _ = query.shape
         key, value, decisions = tokens
         columns = self._enter(mask, ours.length, batch, n)
+        numbers = self._numbers[layer]
+        assert numbers is not None
         if ours.store is None:
-            ours.store = self._open(key, columns, self._numbers[layer], sinks)
+            ours.store = self._open(key, columns, numbers, sinks)
         if columns.holes and not isinstance(ours.store, Pages):
             raise ValueError(
                 "the kernels accept padding only before a sequence; remove padding between tokens, "
@@ -170,7 +186,7 @@ class DMSCache(Cache):
 
     def reset(self) -> None:
         """Drop all tokens; the next batch may have another size."""
-        super().reset()
+        self.layers = [_cache_layer(own) for own in self._numbers]
         self._real = self._columns = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -182,8 +198,8 @@ class DMSCache(Cache):
 
         Raises:
             ValueError: A later query would read a token that was evicted since, or the kernels
-                hold the tokens without their positions, or, in transformers 5, the number is
-                positive. The cache is unchanged.
+                hold the tokens without their positions, or a layer has linear attention, or, in
+                transformers 5, the number is positive. The cache is unchanged.
         """
         length = self.get_seq_length()
         stay = _tokens_left(tokens_to_remove, length)
@@ -192,6 +208,11 @@ class DMSCache(Cache):
         if stay == 0:
             self.reset()
             return
+        if None in self._numbers:
+            raise ValueError(
+                "crop of a DMSCache: the states of linear attention cannot return to an earlier "
+                "token; reset() and compute the tokens again"
+            )
         if not all(isinstance(store, Pages) for store in self._stores()):
             raise ValueError(
                 "crop of a DMSCache: the kernels do not keep the positions of tokens; set "
@@ -229,11 +250,15 @@ class DMSCache(Cache):
         if self._real is None or torch.equal(rows.cpu(), torch.arange(len(self._real))):
             return
         for layer in self.layers:
-            layer.replace(layer.store.taken(rows.to(layer.store.pool.device)))
+            if isinstance(layer, _Layer):
+                layer.replace(layer.store.taken(rows.to(layer.store.pool.device)))
+            else:
+                layer.reorder_cache(rows)
         self._real, self._columns = self._real[rows.to(self._real.device)], None
 
     def _stores(self) -> list[Any]:
-        return [layer.store for layer in self.layers if layer.store is not None]
+        stores = [getattr(layer, "store", None) for layer in self.layers]
+        return [store for store in stores if store is not None]
 
     def _enter(self, mask: Tensor, start: int, batch: int, n: int) -> _Columns:
         """Describe the columns of a forward pass, once for all layers.

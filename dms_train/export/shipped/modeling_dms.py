@@ -109,20 +109,38 @@ class DMSAttention(_Mixed):
             return torch.ones_like(query[:, :: self.num_key_value_groups, :, 0]) > 0, query
         return self.dms(query) > 0, self.dms.clear(query)
 
-    def _project(self, hidden: Tensor) -> list[Tensor]:
-        """Return queries, keys and values, [batch, heads, T, d]; normalised if the family does."""
+    def _project(self, hidden: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Project the hidden states of a layer.
+
+        Returns:
+            Queries, keys and values, [batch, heads, T, d], normalised if the family does; and the
+            factor on the output of attention [batch, T, heads d], None in a family without.
+        """
         if hasattr(self, "qkv_proj"):  # Phi-3 has one matrix
             keys = self.config.num_key_value_heads * self.head_dim
             mixed = self.qkv_proj(hidden)
             states = list(mixed.split((mixed.shape[-1] - 2 * keys, keys, keys), -1))
         else:
             states = [p(hidden) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        states[0], gate = self._without_gate(states[0])
         for number, norm in enumerate(("q_norm", "k_norm")):
             if hasattr(self, norm):
                 normalise = getattr(self, norm)
                 width = normalise.weight.shape[0]  # a head, or all heads as in OLMo 3
                 states[number] = normalise(states[number].unflatten(-1, (-1, width))).flatten(-2)
-        return [x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in states]
+        return [x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in states], gate
+
+    def _without_gate(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Split the output gate off the queries, with which its rows alternate by heads."""
+        if query.shape[-1] == self.config.num_attention_heads * self.head_dim:
+            return query, None
+        query, gate = query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+        return query.flatten(-2), gate.flatten(-2).sigmoid()
+
+    def _output(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """Map the outputs of attention [batch, heads, T, d] to those of the layer."""
+        joined = attended.transpose(1, 2).flatten(2)
+        return self.o_proj(joined if gate is None else joined * gate)
 
     def _remember(
         self, key: Tensor, value: Tensor, decisions: Tensor, cache: Cache | None
@@ -219,7 +237,7 @@ class DMSAttention(_Mixed):
         """
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMS needs a 4D mask: load with attn_implementation='eager'")
-        query, key, value = self._project(hidden_states)
+        (query, key, value), gate = self._project(hidden_states)
         decisions, query = self._decide(query)
         if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
             query, key = self.rotate(query, key, *position_embeddings)
@@ -234,18 +252,18 @@ class DMSAttention(_Mixed):
             output = past_key_values.attend(
                 self.layer_idx, query, tokens, attention_mask, self._sinks
             )
-            return self.o_proj(output.transpose(1, 2).flatten(2)), None
+            return self._output(output, gate), None
         key, value, decisions = self._remember(key, value, decisions, past_key_values)
         evicted = evicted_tokens(decisions, self.dms.numbers.shift)
         if attention_mask.dtype == torch.bool:
             # a DynamicCache may have dropped the keys before a sliding window
             real = attention_mask[..., -key.shape[2] :]
             output = self._attend(query, key, value, evicted, real)
-            return self.o_proj(output.transpose(1, 2).flatten(2)), None
+            return self._output(output, gate), None
         output, weights = self._attend_masked(
             query, key, value, self._mask(attention_mask, evicted)
         )
-        return self.o_proj(output.transpose(1, 2).flatten(2)), weights
+        return self._output(output, gate), weights
 
 
 def _columns_only(
@@ -270,7 +288,21 @@ def _columns_only(
         mask = torch.ones(1, keys, dtype=torch.bool, device=tokens.device)
     if not isinstance(mask, Tensor) or mask.shape[1:] != (keys,):
         return None
-    return args, {**kwargs, "attention_mask": mask.to(tokens.device).bool()[:, None, None]}
+    columns = mask.to(tokens.device).bool()
+    return args, {**kwargs, "attention_mask": _by_layer(model.config, columns, tokens.shape[1])}
+
+
+def _by_layer(config: Any, columns: Tensor, length: int) -> Any:
+    """Return the mask of the layers from columns, bool [batch or 1, keys].
+
+    Linear attention takes the columns of the new tokens, and only if there is padding.
+    """
+    mask = columns[:, None, None]
+    if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+        return mask
+    new = columns[:, -length:]
+    linear = None if length == 1 or bool(new.all()) else new
+    return {"full_attention": mask, "linear_attention": linear}
 
 
 class DMSForCausalLM(AdapterLoading):
@@ -294,7 +326,8 @@ class DMSForCausalLM(AdapterLoading):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for number, layer in enumerate(self.model.layers):
-            layer.self_attn = self.attention_class(config, number)
+            if hasattr(layer, "self_attn"):  # layers of linear attention stay as they are
+                layer.self_attn = self.attention_class(config, number)
         self.model.register_forward_pre_hook(_columns_only, with_kwargs=True)
         self.post_init()
 
@@ -318,7 +351,10 @@ class DMSForCausalLM(AdapterLoading):
         made = model_kwargs.get("past_key_values")
         shrinks = mode in _SHRINKING and not configured and not rolled_back
         if given is None and shrinks and type(made) is DynamicCache:
-            numbers = [layer.self_attn.dms.numbers for layer in self.model.layers]
+            numbers = [
+                layer.self_attn.dms.numbers if hasattr(layer, "self_attn") else None
+                for layer in self.model.layers
+            ]
             model_kwargs["past_key_values"] = DMSCache(numbers, len(numbers), self.dms_kernels)
         return done
 
@@ -331,7 +367,8 @@ class DMSForCausalLM(AdapterLoading):
             **kwargs: More arguments of `forward`, such as attention_mask.
 
         Returns:
-            float32 [layers, batch, kv_heads, T]; layers with a sliding window have none.
+            float32 [layers, batch, kv_heads, T]; layers with a sliding window or linear attention
+            have none.
         """
         seen: list[Tensor] = []
         hooks = [
@@ -346,8 +383,9 @@ class DMSForCausalLM(AdapterLoading):
         return torch.stack([logits.to(seen[0].device) for logits in seen])
 
     def _dms_layers(self) -> list[Any]:
-        """Decoder layers without a sliding window."""
-        return [layer for layer in self.model.layers if not layer.self_attn.has_window]
+        """Decoder layers with decisions: neither linear nor with a sliding window."""
+        attending = [layer for layer in self.model.layers if hasattr(layer, "self_attn")]
+        return [layer for layer in attending if not layer.self_attn.has_window]
 
     def dms_live_slots(self, past_key_values: Cache) -> Tensor:
         """Count the tokens that each KV head needs after the last query, including the window.
@@ -355,8 +393,8 @@ class DMSForCausalLM(AdapterLoading):
         In a DynamicCache padding counts; a DMSCache holds none.
 
         Returns:
-            int64 [layers, batch, kv_heads]; layers with a sliding window have none. Compression is
-            the sequence length over their mean.
+            int64 [layers, batch, kv_heads] of the layers with decisions. Compression is the
+            sequence length over their mean.
         """
         attentions = [layer.self_attn for layer in self._dms_layers()]
         if isinstance(past_key_values, DMSCache):

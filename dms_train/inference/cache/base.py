@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from dms_train.inference.cache.linear_states import LinearStates
 from dms_train.inference.policies.base import NewTokens, Projected
 
 
@@ -26,6 +27,7 @@ class HostDrivenCache:
     """Defaults of a cache that the host drives step by step."""
 
     capturable: None = None
+    states: LinearStates | None = None
 
     def note_empty(self, row: int) -> None:
         """Do nothing: the cache records nothing about rows on the host."""

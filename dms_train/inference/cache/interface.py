@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
+from dms_train.inference.cache.linear_states import LinearStates
 from dms_train.inference.policies.base import CachePolicy, NewTokens, Projected, RequestSizes
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
@@ -172,11 +173,15 @@ class KVCache(Protocol):
 
     `base.HostDrivenCache` has defaults for the methods that only a `CapturableCache` needs.
 
+    Layers are numbered among those with keys and values, `Architecture.cache_layers`.
+
     Attributes:
         policy: Decides which tokens are kept.
+        states: States of the other layers, which have linear attention; None by default.
     """
 
     policy: CachePolicy
+    states: LinearStates | None
 
     @property
     def capturable(self) -> CapturableCache | None:

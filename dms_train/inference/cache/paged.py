@@ -21,6 +21,7 @@ from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
+from dms_train.inference.cache.linear_states import LinearStates
 from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
@@ -79,12 +80,14 @@ class PagedKVCache:
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
         eviction_interval: Number of generated tokens after which the policy's hooks evict. Captured
             decode steps do not compute the last of them. None if the hooks are not used.
+        states: States of layers with linear attention; None without.
         lists: Page tables and lengths of the KV lists.
     """
 
     captures_prompts = True
     decodes_prompts = True
     eviction_interval: int | None = None
+    states: LinearStates | None = None
 
     def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
         self.pool = pool

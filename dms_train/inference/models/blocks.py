@@ -86,8 +86,9 @@ def _rotated_frequencies(
 
 
 def layer_frequencies(a: Architecture, device: torch.device) -> Tensor:
-    """Return the RoPE frequencies of every layer, [layers, d / 2]; 0 in layers without RoPE."""
-    return torch.stack([rotary_frequencies(a, rope, device) for rope in a.ropes])
+    """Return the RoPE frequencies of the layers of a cache, [layers, d / 2]; 0 without RoPE."""
+    ropes = [a.ropes[layer] for layer in a.cache_layers]
+    return torch.stack([rotary_frequencies(a, rope, device) for rope in ropes])
 
 
 def rotary_tables(
@@ -164,13 +165,19 @@ def geglu(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Gated MLP."""
+    """Gated MLP.
 
-    def __init__(self, a: Architecture) -> None:
+    Args:
+        a: The model.
+        width: Inner width; None for that of the model's MLPs.
+    """
+
+    def __init__(self, a: Architecture, width: int | None = None) -> None:
         super().__init__()
+        width = width or a.ffn_hidden_size
         self.gate = swiglu if a.described.activation == "silu" else geglu
-        self.gate_up_proj = nn.Linear(a.hidden_size, 2 * a.ffn_hidden_size, bias=False)
-        self.down_proj = nn.Linear(a.ffn_hidden_size, a.hidden_size, bias=False)
+        self.gate_up_proj = nn.Linear(a.hidden_size, 2 * width, bias=False)
+        self.down_proj = nn.Linear(width, a.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update [t, c] of x [t, c]."""
@@ -193,7 +200,7 @@ class Attention(nn.Module):
         self, a: Architecture, spec: MethodSpec | None, layer: int, decision_projection: bool
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = a.cache_layers.index(layer)
         own = a.attention_layers[layer]
         self.rope = a.ropes[layer]
         self.spec = spec if own.window is None else None
@@ -201,7 +208,8 @@ class Attention(nn.Module):
         queries, keys = a.num_attention_heads * self.size, self.groups * self.size
         bias = a.add_qkv_bias
         self._widths = (queries, keys, keys)
-        self.qkv_proj = nn.Linear(a.hidden_size, sum(self._widths), bias=bias)
+        self._gate = queries if a.described.output_gate else 0
+        self.qkv_proj = nn.Linear(a.hidden_size, sum(self._widths) + self._gate, bias=bias)
         self.o_proj = nn.Linear(queries, a.hidden_size, bias=a.described.linear_bias)
         self.sinks: nn.Parameter | None = None
         if a.described.sinks:
@@ -245,7 +253,8 @@ class Attention(nn.Module):
         Returns:
             Update [t, c] and slots read, int64 [sequences, g].
         """
-        query, key, value = self.qkv_proj(x).split(self._widths, -1)
+        widths = (self._widths[0], self._gate, *self._widths[1:])
+        query, gate, key, value = self.qkv_proj(x).split(widths, -1)
         query, key = self._heads(query, self.q_norm), self._heads(key, self.k_norm)
         outputs, reads = [], []
         pairs = zip(inputs.micro_batches, inputs.angles[self.rope], strict=True)
@@ -272,7 +281,10 @@ class Attention(nn.Module):
             attended = inputs.cache.step(self.layer, step)
             outputs.append(batch.flatten(attended.output.transpose(1, 2).flatten(2)))
             reads.append(attended.reads)
-        return self.o_proj(_joined(outputs)), _joined(reads)
+        attended_heads = _joined(outputs)
+        if self._gate:
+            attended_heads = attended_heads * gate.sigmoid()
+        return self.o_proj(attended_heads), _joined(reads)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from dms_train.inference.models.blocks import (
     rotary_tables,
 )
 from dms_train.inference.models.experts import MixtureOfExperts
+from dms_train.inference.models.linear_attention import LinearAttention
 from dms_train.method.base import MethodSpec
 
 
@@ -27,13 +28,19 @@ def _input_norm(a: Architecture) -> RMSNorm | NoNorm:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, or mixture of experts, around a residual stream."""
+    """Attention and MLP, or mixture of experts, around a residual stream.
+
+    A layer with linear attention has `linear_attn` in place of `self_attn`.
+    """
 
     def __init__(
         self, a: Architecture, spec: MethodSpec | None, layer: int, decision_projection: bool
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(a, spec, layer, decision_projection)
+        if a.attention_layers[layer].linear:
+            self.linear_attn = LinearAttention(a, layer)
+        else:
+            self.self_attn = Attention(a, spec, layer, decision_projection)
         self.mlp: MLP | MixtureOfExperts
         self.mlp = MLP(a) if a.experts is None else MixtureOfExperts(a)
         self.input_layernorm = _input_norm(a)
@@ -41,7 +48,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm | NoNorm
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the layer.
 
         Args:
@@ -51,12 +58,27 @@ class DecoderLayer(nn.Module):
             following: Norm after the layer.
 
         Returns:
-            Residual stream after and before `following`, and slots read [sequences, kv_heads].
+            Residual stream after and before `following`, and slots read [sequences, kv_heads], None
+            with linear attention.
         """
-        update, reads = self.self_attn(x, residual, inputs)
+        update, reads = self._attend(x, residual, inputs)
         residual, x = self.post_attention_layernorm.added(residual, update)
         residual, x = following.added(residual, self.mlp(x))
         return x, residual, reads
+
+    def _attend(
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the update of the residual stream [t, c], and slots read."""
+        if self.attends:
+            update, reads = self.self_attn(x, residual, inputs)
+            return update, reads
+        return self.linear_attn(x, inputs), None
+
+    @property
+    def attends(self) -> bool:
+        """True if the layer has keys and values."""
+        return "self_attn" in self._modules
 
 
 class SandwichLayer(DecoderLayer):
@@ -71,9 +93,9 @@ class SandwichLayer(DecoderLayer):
 
     def forward(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm | NoNorm
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the layer; arguments and results are those of `DecoderLayer`."""
-        update, reads = self.self_attn(x, residual, inputs)
+        update, reads = self._attend(x, residual, inputs)
         update = self.post_attention_layernorm(update)
         residual, x = self.pre_feedforward_layernorm.added(residual, update)
         update = self.post_feedforward_layernorm(self.mlp(x))
@@ -116,19 +138,19 @@ class Decoder(nn.Module):
             cache: Keys and values of earlier tokens; updated.
 
         Returns:
-            Hidden states [t, c] and slots read, int64 [layers, sequences, kv_heads].
+            Hidden states [t, c] and slots read, int64 [layers of the cache, sequences, kv_heads].
         """
         residual = self.embed_tokens(batch.tokens)
         if self.architecture.described.scaled_embeddings:
             residual = residual * embedding_scale(self.architecture, residual.dtype)
-        ropes = {layer.self_attn.rope for layer in self.decoder_layers}
+        ropes = {layer.self_attn.rope for layer in self.decoder_layers if layer.attends}
         angles = {rope: self._angles(batch, residual.dtype, rope) for rope in ropes}
         inputs = AttentionInputs(cache, batch.micro_batches, angles)
         norms = [layer.input_layernorm for layer in self.decoder_layers]
         x, reads = norms[0](residual), []
         for layer, following in zip(self.decoder_layers, [*norms[1:], self.norm], strict=True):
             x, residual, read = layer(x, residual, inputs, following)
-            reads.append(read)
+            reads += [] if read is None else [read]
         return x, torch.stack(reads)
 
     def _angles(self, batch: TokenBatch, dtype: torch.dtype, rope: Rope) -> list[Angles]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
-from dms_train.inference.models.blocks import swiglu
+from dms_train.inference.models.blocks import MLP, swiglu
 from dms_train.kernels.layers.clamped_gate import clamped_swiglu
 
 _GROUPED_GPUS = (9, 10)  # major compute capabilities for which torch has a kernel
@@ -102,6 +102,10 @@ class MixtureOfExperts(nn.Module):
         self._topk, self._normalize = a.experts.topk, a.experts.normalize
         self.gate = nn.Linear(a.hidden_size, a.experts.count, bias=a.described.linear_bias)
         self.experts = Experts(a)
+        self.shared_expert: MLP | None = None
+        if a.experts.shared_ffn_hidden_size:
+            self.shared_expert = MLP(a, a.experts.shared_ffn_hidden_size)
+            self.shared_expert_gate = nn.Linear(a.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update [t, c] of x [t, c]; the router computes in float32 or wider."""
@@ -112,4 +116,6 @@ class MixtureOfExperts(nn.Module):
         if self._normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         update: Tensor = self.experts(x, chosen, weights.to(x.dtype))
+        if self.shared_expert is not None:
+            update = update + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return update

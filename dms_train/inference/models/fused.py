@@ -33,9 +33,9 @@ _CACHED_BYTES = 16 * 2**20  # weights that stay in the L2 cache of an H100 or H2
 def can_fuse(decoder: Decoder, sequences: int) -> bool:
     """Return whether the kernels support a step of this many sequences, and are as fast as torch.
 
-    They do not support decision projections, experts, sinks, norms of updates, nor GPUs with too
-    little shared memory. With more sequences than a program takes, products read their weights
-    several times. These must then fit into the L2 cache.
+    They do not support decision projections, experts, sinks, linear attention, norms of updates,
+    nor GPUs with too little shared memory. With more sequences than a program takes, products read
+    their weights several times. These must then fit into the L2 cache.
     """
     device = decoder.embed_tokens.weight.device
     if device.type == "cuda":
@@ -45,6 +45,8 @@ def can_fuse(decoder: Decoder, sequences: int) -> bool:
         if shared < _SHARED_BYTES:
             return False
     layers = decoder.decoder_layers
+    if decoder.architecture.linear is not None:
+        return False
     mlp = layers[0].mlp
     projected = any(layer.self_attn.decision_projection for layer in layers)
     sinks = decoder.architecture.described.sinks

@@ -24,6 +24,9 @@ _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+_GATED = ("q_proj", "gate_proj", "k_proj", "v_proj")  # with an output gate
+# Weights of linear attention, and their parts, which are joined for each key head.
+_BY_KEY_HEAD = {"in_proj.weight": "qkvzba", "conv1d": "qkv"}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _DECISION_PROJECTION = "dms_proj_alpha"  # name part of weights in the decision projection of NVIDIA
 
@@ -111,10 +114,24 @@ def _stored_names(name: str, architecture: Architecture) -> list[str]:
         return ["model.embed_tokens.weight" if tied else "lm_head.weight"]
     if ".experts." in name:
         return list(_expert_names(name, architecture.num_experts))
+    if ".linear_attn." in name:
+        return _linear_names(name)
     for merged, projections in _MERGED.items():
         if f".{merged}." in name:
-            return [f"model.{name.replace(merged, projection)}" for projection in projections]
+            gated = merged == "qkv_proj" and architecture.described.output_gate
+            parts = _GATED if gated else projections
+            return [f"model.{name.replace(merged, part)}" for part in parts]
     return [f"model.{name}"]
+
+
+def _linear_names(name: str) -> list[str]:
+    """Return the names of the stored tensors that form a weight of linear attention."""
+    layer, _, weight = name.rpartition(".linear_attn.")
+    at = f"model.{layer}.linear_attn"
+    if weight in _BY_KEY_HEAD:
+        module = weight.removesuffix(".weight")
+        return [f"{at}.{module}_{part}.weight" for part in _BY_KEY_HEAD[weight]]
+    return [f"{at}.norm.weight" if weight == "norm" else f"{at}.{weight}"]
 
 
 def _expert_names(name: str, count: int) -> Iterator[str]:
@@ -143,7 +160,7 @@ def _assign(
             if stored not in known:
                 raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
         tensors = [_converted(reader, stored, dtype, device) for stored in sources]
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        whole = _joined(name, tensors, architecture)
         weights[name] = whole.view(weight.shape)
         if architecture.described.centered_norms and name.endswith("norm.weight"):
             weights[name] = _gain(name, whole, architecture)
@@ -151,6 +168,16 @@ def _assign(
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)
     decoder.requires_grad_(False)
+
+
+def _joined(name: str, tensors: list[Tensor], architecture: Architecture) -> Tensor:
+    """Join the stored tensors that form a weight."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if architecture.linear is None or ".linear_attn." not in name:
+        return torch.cat(tensors)
+    groups = architecture.linear.key_heads
+    return torch.cat([x.unflatten(0, (groups, -1)) for x in tensors], 1).flatten(0, 1)
 
 
 def _gain(name: str, weight: Tensor, a: Architecture) -> Tensor:

@@ -181,7 +181,8 @@ class AdaptedQKV(_Adapted, ColumnLinear):
         self.begin(trainable, {"weight": 0, "bias": 0})
         c = self.config
         query = c.num_attention_heads // c.num_query_groups * c.kv_channels
-        self.parts = {"q": query, "k": c.kv_channels, "v": c.kv_channels}
+        gate = {"gate": query} if c.attention_output_gate else {}
+        self.parts = {"q": query, **gate, "k": c.kv_channels, "v": c.kv_channels}
         self.groups = self.output_size_per_partition // sum(self.parts.values())
         rank = trainable.lora.rank
         for target in self._targets:
@@ -374,19 +375,24 @@ def adapted(models: list[Any]) -> Iterator[Any]:
     """Yield the adapted projections of model chunks."""
     for model in models:
         for layer in model.decoder.layers:
-            attention = layer.self_attention
-            for projection in (attention.linear_qkv, attention.linear_proj):
-                if isinstance(projection, _Adapted):
-                    yield projection
+            yield from _adapted(layer)
+
+
+def _adapted(layer: Any) -> Iterator[Any]:
+    """Yield the adapted projections of a layer; one with linear attention has none."""
+    attention = layer.self_attention
+    for name in ("linear_qkv", "linear_proj"):
+        projection = getattr(attention, name, None)
+        if isinstance(projection, _Adapted):
+            yield projection
 
 
 def low_rank_changes(models: list[Any]) -> Iterator[tuple[int, str, LowRank]]:
     """Yield (layer, projection, change) of model chunks; every tensor-parallel rank exhausts it."""
     for layer in (layer for model in models for layer in model.decoder.layers):
-        for projection in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj):
-            if isinstance(projection, _Adapted):
-                for target, change in projection.low_rank():
-                    yield layer.layer_number - 1, target, change
+        for projection in _adapted(layer):
+            for target, change in projection.low_rank():
+                yield layer.layer_number - 1, target, change
 
 
 def channel_adapters(models: list[Any]) -> Iterator[AdaptedQKV]:

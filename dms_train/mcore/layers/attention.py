@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -206,16 +206,31 @@ class CoreAttention(MegatronModule):
         )
 
 
-class _LayerProjection(NamedTuple):
-    """`method.layer.Projection` of a layer's hidden states [s, b, h]."""
+class _LayerProjection:
+    """`method.layer.Projection` of a layer's hidden states [s, b, h].
 
-    attention: MethodSelfAttention
-    hidden_states: Tensor
-    rope: Tensor | None
+    Attributes:
+        gate: Output gate [s, b, n, d] before its sigmoid, once the heads exist; None in a family
+            without.
+    """
+
+    def __init__(
+        self, attention: MethodSelfAttention, hidden_states: Tensor, rope: Tensor | None
+    ) -> None:
+        self.attention, self.hidden_states, self.rope = attention, hidden_states, rope
+        self.gate: Tensor | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the projection has an output gate."""
+        return bool(self.attention.config.attention_output_gate)
 
     def heads(self) -> Heads:
         """Return the heads before RoPE."""
-        query, key, value = self.attention.get_query_key_value_tensors(self.hidden_states)
+        query, key, value, *gate = self.attention.get_query_key_value_tensors(
+            self.hidden_states, output_gate=self.is_gated
+        )
+        self.gate = gate[0] if gate else None
         return Heads(query.view(*key.shape[:3], -1, key.shape[3]), key, value)
 
     def rotated(self, channel: int, *, clear_after_rope: bool) -> tuple[Heads, Tensor]:
@@ -227,7 +242,7 @@ class _LayerProjection(NamedTuple):
         assert table is not None
         d = attention.hidden_size_per_attention_head
         scaled = EvictionChannel(channel % d, attention.method.channel_scale, clear_after_rope)
-        if not isinstance(attention.q_layernorm, IdentityOp):
+        if self.is_gated or not isinstance(attention.q_layernorm, IdentityOp):
             heads = self.heads()
             query, key, raw = triton_rope.rotate(heads.query, heads.key, table, scaled)
             value = heads.value
@@ -280,6 +295,8 @@ class MethodSelfAttention(SelfAttention):
             context = tensor_parallel.checkpoint(self.core_attention, False, *inputs)
         else:
             context = self.core_attention(*inputs)
+        if projection.gate is not None:
+            context = context * projection.gate.flatten(2).sigmoid()
         return self.linear_proj(to_positions(context, self.pg_collection.cp))
 
     def _exchange(self, _module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> Any:

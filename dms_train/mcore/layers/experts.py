@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -63,8 +66,20 @@ class MixtureOfExperts(MoELayer):
     """Router and experts of one layer."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None, **_: Any) -> None:
-        submodules = MoESubmodules(experts=_Experts, router=_Router)
+        shared = MLPSubmodules(
+            linear_fc1=ColumnParallelLinear,
+            linear_fc2=RowParallelLinear,
+            activation_func=FusedGate,
+        )
+        submodules = MoESubmodules(
+            experts=_Experts,
+            router=_Router,
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+        )
         super().__init__(config, submodules, pg_collection=pg_collection)
+        if self.shared_experts is not None:  # megatron makes its gate on the host
+            gate = self.shared_experts.gate_weight
+            gate.data = gate.data.to(torch.cuda.current_device())
 
 
 def expert_options(architecture: Architecture, options: ParallelOptions) -> dict[str, Any]:
@@ -85,4 +100,6 @@ def expert_options(architecture: Architecture, options: ParallelOptions) -> dict
         # its collectives run on gloo too, and a token of these models goes to most ranks anyway
         "moe_token_dispatcher_type": "allgather",
         "expert_model_parallel_size": options.expert_model_parallel_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": experts.shared_ffn_hidden_size > 0,
     }

@@ -28,12 +28,20 @@ from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention,
 from dms_train.mcore.layers.backend import FusedGate, FusedRMSNorm, LayerBackend
 from dms_train.mcore.layers.experts import MixtureOfExperts
 from dms_train.mcore.layers.joint_norm import JointNorm
+from dms_train.mcore.layers.linear_attention import GatedDeltaNet
 from dms_train.mcore.layers.residual import ResidualLayer, ResidualNorm, SandwichLayer
 from dms_train.mcore.options import Trainable
 
 # Names of the fused layers, so that a checkpoint fits Transformer Engine and megatron-core layers.
 _FUSED_ATTENTION = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-FUSED_NAMES = {**_FUSED_ATTENTION, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_FUSED_LINEAR = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+_FUSED_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+PLAIN_NAMES = {
+    fused: plain
+    for names in (_FUSED_ATTENTION, _FUSED_LINEAR, _FUSED_MLP)
+    for plain, fused in names.items()
+}
+"""Name of the separate norm for each norm of a fused layer."""
 
 
 def _mlp(method: MethodState, layer_backend: LayerBackend, projection: type) -> ModuleSpec:
@@ -87,6 +95,18 @@ def _attention_spec(
     )
 
 
+def _linear_spec(
+    architecture: Architecture, method: MethodState, layer_backend: LayerBackend
+) -> ModuleSpec:
+    """Describe the mixer of a layer with linear attention."""
+    values = {
+        "method": method,
+        "sizes": architecture.linear,
+        "projections": (_projection(architecture, layer_backend), layer_backend.row),
+    }
+    return ModuleSpec(module=GatedDeltaNet, params=values)
+
+
 def _projection(a: Architecture, layer_backend: LayerBackend) -> type:
     """Return the projection out of the residual stream."""
     return layer_backend.norm_linear if a.described.input_norms else layer_backend.linear
@@ -99,6 +119,7 @@ def layer_spec(
     train: Trainable,
     *,
     decides: bool,
+    linear: bool,
 ) -> ModuleSpec:
     """Describe one decoder layer.
 
@@ -108,6 +129,7 @@ def layer_spec(
         layer_backend: Linear layers and norms.
         train: Weights that train.
         decides: Whether the method acts on the layer.
+        linear: Whether the layer has linear attention.
     """
     family, has_experts = architecture.described, architecture.experts is not None
     outer, fuses = layer_backend.norm, layer_backend.fuses_norm
@@ -118,15 +140,18 @@ def layer_spec(
         layer, outer = ResidualLayer, ResidualNorm
     if fuses or not family.input_norms:
         outer = IdentityOp
-    fused_names = _FUSED_ATTENTION if has_experts else FUSED_NAMES
+    fused_names = _FUSED_LINEAR if linear else _FUSED_ATTENTION
+    fused_names = fused_names if has_experts else {**fused_names, **_FUSED_MLP}
+    if linear:
+        mixer = _linear_spec(architecture, method, layer_backend)
+    else:
+        mixer = _attention_spec(architecture, method, layer_backend, train, decides=decides)
     return ModuleSpec(
         module=layer,
         params={"norm": layer_backend.norm} if family.sandwich_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=outer,
-            self_attention=_attention_spec(
-                architecture, method, layer_backend, train, decides=decides
-            ),
+            self_attention=mixer,
             self_attn_bda=get_bias_dropout_add,
             # router and experts share one norm
             pre_mlp_layernorm=layer_backend.norm if has_experts and fuses else outer,
@@ -152,5 +177,6 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage, stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
     common, acts_on = (architecture, method, layer_backend, train), architecture.method_layers
-    specs = [layer_spec(*common, decides=n in acts_on) for n in layers]
+    linear = [layer.linear for layer in architecture.attention_layers]
+    specs = [layer_spec(*common, decides=n in acts_on, linear=linear[n]) for n in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=layer_backend.norm)

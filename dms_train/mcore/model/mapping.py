@@ -15,9 +15,9 @@ from dms_train.method.layer import MethodLayer
 def entries(architecture: Architecture) -> Iterator[ParameterMap]:
     """Yield all parameters with global layer numbers, in the order of the forward pass."""
     yield ParameterMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    parameters = FAMILIES[architecture.family].layer_parameters(architecture.num_experts)
-    for layer in range(architecture.num_layers):
-        for entry in parameters:
+    family, experts = FAMILIES[architecture.family], architecture.num_experts
+    for layer, attention in enumerate(architecture.attention_layers):
+        for entry in family.layer_parameters(experts, linear=attention.linear):
             yield ParameterMap(
                 f"decoder.layers.{layer}.{entry.megatron}",
                 tuple(f"model.layers.{layer}.{name}" for name in entry.hf),
@@ -34,13 +34,27 @@ def _group_rows(architecture: Architecture) -> tuple[int, int]:
     return heads_per_group * architecture.kv_channels, architecture.kv_channels
 
 
+def _qkv_rows(architecture: Architecture) -> tuple[int, ...]:
+    """Count the rows of one KV group in the q, k, v matrix: queries, gate if any, keys, values."""
+    query, key = _group_rows(architecture)
+    gate = (query,) if architecture.described.output_gate else ()
+    return (query, *gate, key, key)
+
+
 def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Architecture) -> Tensor:
     """Make the Megatron tensor from Hugging Face tensors: all full, or all one rank's part."""
     if entry.layout == "plain":
         return tensors[0]
     if entry.layout == "gated":
         return torch.cat(tensors)
-    groups = tensors[1].shape[0] // architecture.kv_channels  # KV groups in these tensors
+    if entry.layout == "taps":
+        tensors = [t.squeeze(1) for t in tensors]
+    # KV groups or key heads in these tensors; keys are the last but one, or the second
+    keys, rows = tensors[-1], architecture.kv_channels
+    if entry.layout != "qkv":
+        assert architecture.linear is not None
+        keys, rows = tensors[1], architecture.linear.key_channels
+    groups = keys.shape[0] // rows
     grouped = [t.unflatten(0, (groups, -1)) for t in tensors]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
@@ -52,9 +66,15 @@ def to_hf(entry: ParameterMap, tensor: Tensor, architecture: Architecture) -> di
     elif entry.layout == "gated":
         tensors = list(tensor.chunk(2))
     else:
-        query, key = _group_rows(architecture)
-        grouped = tensor.unflatten(0, (architecture.num_query_groups, -1))
-        tensors = [t.flatten(0, 1) for t in grouped.split([query, key, key], dim=1)]
+        groups, rows = architecture.num_query_groups, _qkv_rows(architecture)
+        if entry.layout != "qkv":
+            assert architecture.linear is not None
+            groups, rows = architecture.linear.key_heads, architecture.linear.group_rows
+        grouped = tensor.unflatten(0, (groups, -1))
+        own = grouped.split(rows[: len(entry.hf)], dim=1)
+        tensors = [t.flatten(0, 1) for t in own]
+    if entry.layout == "taps":
+        tensors = [t.unsqueeze(1) for t in tensors]
     return {name: hf_tensor.contiguous() for name, hf_tensor in zip(entry.hf, tensors, strict=True)}
 
 
@@ -63,5 +83,5 @@ def eviction_channel_rows(
 ) -> list[int]:
     """Return the rows of the eviction channels of `groups` KV groups in a local q, k, v matrix."""
     query, key = _group_rows(architecture)
-    rows = method.channel_rows(query, key)
-    return [group * (query + 2 * key) + row for group in range(groups) for row in rows]
+    rows, size = method.channel_rows(query, key), sum(_qkv_rows(architecture))
+    return [group * size + row for group in range(groups) for row in rows]

@@ -71,6 +71,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         layernorm_epsilon=a.layernorm_epsilon,
         layernorm_zero_centered_gamma=a.described.centered_norms,
         softmax_scale=a.softmax_scale,
+        attention_output_gate=a.described.output_gate,
         normalization="RMSNorm",
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -99,7 +100,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
         recompute_modules=list(options.recompute_modules),
         recompute_method="uniform" if full else None,
         recompute_num_layers=options.recompute_num_layers if full else None,
-        # layers with a window have no adapters of eviction channels
+        # layers without decisions have no adapters of eviction channels
         hetereogenous_dist_checkpoint=len(a.method_layers) < a.num_layers,
         **expert_options(a, options),
     )
@@ -227,6 +228,8 @@ class DMSModel(LanguageModule):
     def _describe_attention(self, ropes: list[Rope]) -> None:
         """Give the attention of each layer its window, and its softmax scale."""
         for layer, rope in zip(self.decoder.layers, ropes, strict=True):
+            if self.architecture.attention_layers[layer.layer_number - 1].linear:
+                continue
             core = layer.self_attention.core_attention
             window = self.architecture.attention_layers[layer.layer_number - 1].window
             core.window = None if window is None else window - 1

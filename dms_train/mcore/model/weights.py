@@ -20,7 +20,7 @@ from dms_train.mcore import groups
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters
-from dms_train.mcore.layers.layer_spec import FUSED_NAMES
+from dms_train.mcore.layers.layer_spec import PLAIN_NAMES
 from dms_train.mcore.model import mapping
 
 
@@ -49,22 +49,30 @@ class RandomWeights(WeightSource):
         self._output_std = std / (2 * architecture.num_layers) ** 0.5
 
     def get(self, name: str) -> Tensor:
-        """Return norms of factor 1, biases of 0, normal matrices; scale outputs by depth."""
+        """Return norms of factor 1, biases of 0, normal matrices; scale outputs by depth.
+
+        Linear attention forgets at rates between 1 and 16, and its taps do not change the scale.
+        """
         shape = self._shapes[name]
+        if name.endswith((".dt_bias", "linear_attn.norm.weight")):
+            return torch.ones(shape)
+        if name.endswith(".A_log"):
+            return torch.linspace(1.0, 16.0, *shape).log()
         if name.endswith("norm.weight"):
             return torch.full(shape, self._norm)
         if name.endswith(".bias"):
             return torch.zeros(shape)
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
         # torch's generator on the CPU reads the lower 32 bits of its seed only
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), self._seed))
         std = self._output_std if residual else self._std
+        std = shape[-1] ** -0.5 if "conv1d" in name else std
         return torch.randn(shape, generator=generator) * std
 
 
 def plain_name(name: str) -> str:
     """Return a parameter's name with separate norms, for either implementation of layers."""
-    for plain, fused in FUSED_NAMES.items():
+    for fused, plain in PLAIN_NAMES.items():
         name = name.replace(fused, plain)
     return name
 

@@ -154,7 +154,12 @@ class PassGraph:
 
 
 def choose_graph(
-    options: ParallelOptions, view: ParallelView, *, fused: bool, experts: int = 0
+    options: ParallelOptions,
+    view: ParallelView,
+    *,
+    fused: bool,
+    experts: int = 0,
+    linear: bool = False,
 ) -> PassGraph | None:
     """Return a graph for the passes of this layout, or None where they run eagerly.
 
@@ -164,6 +169,7 @@ def choose_graph(
         fused: Whether the fused kernels run. Other kernels read the numbers of a step on the host,
             so a replay would repeat the numbers of the captured step.
         experts: Number of experts of a layer.
+        linear: Whether layers have linear attention.
 
     Raises:
         ModelError: `parallel.cuda_graph=always` in a layout that cannot be captured.
@@ -171,7 +177,7 @@ def choose_graph(
     required = options.cuda_graph == "always"
     if required:
         require_gpu(view.device)
-    obstacles = list(options.graph_obstacles(view.world_size, experts))
+    obstacles = list(options.graph_obstacles(view.world_size, experts, linear=linear))
     if not fused:
         obstacles.append("only the triton kernels can be captured; set kernels=triton")
     if required and obstacles:

@@ -13,6 +13,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.method.spec import PRESETS
 from tests.support import configs
 from tests.support.experts import experts_of
+from tests.support.plain_delta import sizes_of
 from tests.support.wiring import leaves
 
 ARCHITECTURE = dataclasses.asdict(configs.architecture())
@@ -119,6 +120,7 @@ def test_a_value_of_a_wrong_type_is_one_line_for_every_key(key: str, value: obje
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     architecture["rope_scaling"] = {**scaling, "original_max_position_embeddings": 8192}
     architecture["experts"] = dataclasses.asdict(experts_of("qwen3_moe"))
+    architecture["linear"] = dataclasses.asdict(sizes_of("qwen3_5_text"))
     given = configs.mapping(model__architecture=architecture)
     if key in OTHER_METHODS:
         given["method"] = dataclasses.asdict(PRESETS[OTHER_METHODS[key]])

@@ -14,11 +14,20 @@ from safetensors.torch import load_file
 from dms_train import families
 from dms_train.families import FAMILIES
 
+LINEAR = [name for name, family in FAMILIES.items() if family.layers and family.layers.has_linear]
+LINEAR_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
+
 
 def tiny_model(family):
     """Transformers' own model with the family's default configuration, on small sizes."""
     config = getattr(transformers, FAMILIES[family].config_class)(
-        num_hidden_layers=1,
+        num_hidden_layers=4 if family in LINEAR else 1,
         hidden_size=24,
         intermediate_size=40,
         num_attention_heads=4,
@@ -26,6 +35,8 @@ def tiny_model(family):
         head_dim=8,
         vocab_size=11,
         **({"num_experts": 3, "moe_intermediate_size": 12} if FAMILIES[family].has_experts else {}),
+        **({"shared_expert_intermediate_size": 7} if FAMILIES[family].shares_expert else {}),
+        **(LINEAR_SIZES if family in LINEAR else {}),
         **FAMILIES[family].written,
     )
     return transformers.AutoModelForCausalLM.from_config(config)
@@ -40,15 +51,19 @@ def test_a_family_is_named_like_its_module_and_its_classes_in_transformers(famil
     assert type(tiny_model(family)).__name__ == described.causal_lm
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_of_a_layer_are_those_of_transformers(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "linear"), [*((f, False) for f in FAMILIES), *((f, True) for f in LINEAR)]
+)
+def test_tensors_of_a_layer_are_those_of_transformers(family, linear, tmp_path):
     stacks = FAMILIES[family].stacked_experts
     sizes = {"hidden": 24, "ffn": 40, "head": 8, "query": 32, "key": 16, "heads": 4}
-    sizes |= {"experts": 3, "expert_ffn": 40 if stacks else 12}
+    sizes |= {"experts": 3, "expert_ffn": 40 if stacks else 12, "shared_ffn": 7}
+    sizes |= {"linear_key": 8, "linear_value": 30, "linear_heads": 6, "linear_head": 5}
+    sizes |= {"taps": 3, "one": 1}
     experts = 3 if FAMILIES[family].has_experts else 0
     described = {
         name: tuple(sizes[dimension] for dimension in dimensions)
-        for name, dimensions in FAMILIES[family].layer_tensors(experts).items()
+        for name, dimensions in FAMILIES[family].layer_tensors(experts, linear=linear).items()
     }
     joined = {
         f"{s}.{kind}": [f"{m}.{kind}" for m in ms]
@@ -65,7 +80,8 @@ def test_tensors_of_a_layer_are_those_of_transformers(family, tmp_path):
     described |= {name: (sum(p[0] for p in own), *own[0][1:]) for name, own in parts.items()}
     tiny_model(family).save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    prefix = "model.layers.0."
+    # the first layer has linear attention where any has
+    prefix = f"model.layers.{3 if family in LINEAR and not linear else 0}."
     assert described == {
         name.removeprefix(prefix): tuple(tensor.shape)
         for name, tensor in stored.items()
@@ -76,8 +92,10 @@ def test_tensors_of_a_layer_are_those_of_transformers(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_a_layer_belongs_to_one_megatron_parameter(family):
     described, experts = FAMILIES[family], 3 if FAMILIES[family].has_experts else 0
-    mapped = [name for entry in described.layer_parameters(experts) for name in entry.hf]
-    assert sorted(mapped) == sorted(described.layer_tensors(experts))
+    for linear in (False, True) if family in LINEAR else (False,):
+        entries = described.layer_parameters(experts, linear=linear)
+        mapped = [name for entry in entries for name in entry.hf]
+        assert sorted(mapped) == sorted(described.layer_tensors(experts, linear=linear))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

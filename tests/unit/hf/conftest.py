@@ -23,6 +23,7 @@ from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
 from tests.support import yarn
 from tests.support.experts import experts_of
+from tests.support.plain_delta import delta_net, sizes_of
 
 Weights = dict[str, Tensor]
 
@@ -41,6 +42,14 @@ LAYERS = {
     "gpt_oss": (LayerAttention(rotary_base=5e5, window=7), LayerAttention(rotary_base=5e5)),
     "gemma3_text": (LayerAttention(rotary_base=1e4, window=7), LayerAttention(rotary_base=1e6)),
     "olmo3": (LayerAttention(rotary_base=5e5, window=7), LayerAttention(rotary_base=5e5)),
+    "qwen3_5_text": (
+        LayerAttention(rotary_base=None, linear=True),
+        LayerAttention(rotary_base=1e6),
+    ),
+    "qwen3_next": (
+        LayerAttention(rotary_base=None, linear=True),
+        LayerAttention(rotary_base=1e6),
+    ),
     "smollm3": (LayerAttention(rotary_base=None), LayerAttention(rotary_base=1e6)),
 }
 
@@ -73,7 +82,8 @@ def _architecture(family: str) -> Architecture:
         experts=experts_of(family),
         layers=LAYERS.get(family, ()),
         query_scalar=5 if family == "gemma3_text" else None,
-        partial_rotary_factor=0.5 if family in ("glm4", "phi3") else 1.0,
+        partial_rotary_factor=0.5 if FAMILIES[family].rotary_factor else 1.0,
+        linear=sizes_of(family),
     )
 
 
@@ -89,7 +99,8 @@ def _weights(a: Architecture, seed: int = 0) -> Weights:
     for name, shape in expected_shapes(a).items():
         noise = torch.randn(shape, generator=generator)
         if "norm" in name:
-            weights[name] = 0.2 * noise + (0.0 if FAMILIES[a.family].centered_norms else 1.0)
+            centered = FAMILIES[a.family].centered_norms and "linear_attn" not in name
+            weights[name] = 0.2 * noise + (0.0 if centered else 1.0)
         else:
             weights[name] = noise * (0.3 if name.endswith(("bias", "sinks")) else shape[-1] ** -0.5)
     weights["model.embed_tokens.weight"] *= 4.0
@@ -130,7 +141,7 @@ def spec() -> Callable[..., DMSSpec]:
 
 
 def _norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
-    weight = 1 + weight if a.family == "gemma3_text" else weight
+    weight = 1 + weight if FAMILIES[a.family].centered_norms else weight
     return x * (x.pow(2).mean(-1, keepdim=True) + a.layernorm_epsilon).rsqrt() * weight
 
 
@@ -195,7 +206,10 @@ def _attention(
         if a.family == "gpt_oss":
             weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + w("sinks")[head].exp())
         outputs.append(weights @ states["v"][:, head // group])
-    update = torch.cat(outputs, -1) @ w("o_proj.weight").T
+    joined = torch.cat(outputs, -1)
+    if FAMILIES[a.family].output_gate:
+        joined = joined * (x @ w("gate_proj.weight").T).sigmoid()
+    update = joined @ w("o_proj.weight").T
     return update + (w("o_proj.bias") if a.family == "gpt_oss" else 0), decision
 
 
@@ -239,7 +253,12 @@ def _mlp(x: Tensor, w: Callable[[str], Tensor], a: Architecture) -> Tensor:
     if a.experts.normalize:
         shares = shares / shares.sum(-1, keepdim=True)
     outputs = [_swiglu(x, w, f"experts.{n}.") for n in range(a.experts.count)]
-    return (torch.stack(outputs, 1) * shares[..., None]).sum(1)
+    update = (torch.stack(outputs, 1) * shares[..., None]).sum(1)
+    if FAMILIES[a.family].shares_expert:
+        update = update + (x @ w("shared_expert_gate").T).sigmoid() * _swiglu(
+            x, w, "shared_expert."
+        )
+    return update
 
 
 def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,11 +273,15 @@ def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tupl
         at = f"model.layers.{layer}."
         normed = x if olmo else _norm(x, w[at + "input_layernorm.weight"], a)
         alone = replace(a, layers=a.attention_layers[layer : layer + 1])
-        update, decision = _attention(normed, lambda n, at=at: w[f"{at}self_attn.{n}"], alone, s)
+        if alone.layers[0].linear:
+            update = delta_net(normed, lambda n, at=at: w[f"{at}linear_attn.{n}"], a)
+        else:
+            own = lambda n, at=at: w[f"{at}self_attn.{n}"]  # noqa: E731
+            update, decision = _attention(normed, own, alone, s)
         if sandwich or olmo:
             update = _norm(update, w[at + "post_attention_layernorm.weight"], a)
         x = x + update
-        if alone.layers[0].window is None:
+        if alone.layers[0].window is None and not alone.layers[0].linear:
             decisions.append(decision)
         normed = x if olmo else _norm(x, w[at + before_mlp], a)
         if a.family == "gpt_oss":

@@ -13,6 +13,9 @@ from dms_train.hf.architecture import RopeScaling, from_hf_config, to_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.json_files import read_config
 from dms_train.hf.tensors import expected_shapes
+from tests.support.plain_delta import sizes_of
+
+SIZES = sizes_of("qwen3_5_text")
 
 
 def native(family, **values):
@@ -320,6 +323,41 @@ def test_ropes_that_no_gemma_3_can_have(architecture, changes, named):
     assert re.search(named, line)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("qwen3_5_text", {"linear": None}, "model.linear: does not fit family=.*; state it"),
+        ("qwen2", {"linear": SIZES}, "model.linear: does not fit family=qwen2; set it to null"),
+        (
+            "qwen3_5_text",
+            {"layers": (LayerAttention(rotary_base=1e6, linear=True),) * 2},
+            "no layer reads all tokens",
+        ),
+        (
+            "qwen3_5_text",
+            {
+                "layers": (
+                    LayerAttention(rotary_base=1e6, linear=True),
+                    LayerAttention(rotary_base=1e6),
+                )
+            },
+            r"layers\[0\].linear=true: leave out rotary_base and window",
+        ),
+    ],
+)
+def test_linear_attention_that_no_model_can_have(architecture, family, changes, named):
+    line, *_ = dataclasses.replace(architecture(family), **changes).check("model")
+    assert re.search(named, line)
+
+
+def test_sizes_of_linear_attention_that_no_model_can_have():
+    wrong = dataclasses.replace(SIZES, key_heads=3, taps=0)
+    assert list(wrong.check("model.linear")) == [
+        "model.linear.taps=0: use a number above 0",
+        "model.linear.key_heads=3: does not divide value_heads=4; use a divisor of it",
+    ]
+
+
 def test_a_softmax_scale_that_the_family_has_not_is_refused(architecture):
     (line,) = dataclasses.replace(architecture("qwen2"), query_scalar=9).check("model")
     assert line.startswith("model.query_scalar=9: qwen2 models scale by the head size")
@@ -410,6 +448,13 @@ def test_stories(stories):
             "rope_type='linear'",
         ),
         ("gemma3_text", {"rope_parameters": None, "rope_local_base_freq": 0}, "number above 0"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "layers of full attention"),
+        ("qwen3_5_text", {"layer_types": None}, "layers of full attention"),  # 2 of 4
+        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "one type for each of 2 layers"),
+        ("qwen3_5_text", {"layer_types": None, "full_attention_interval": 0}, "above 0"),
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "a divisor of linear_num_value_heads=4"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0"),
+        ("qwen3_5_text", {"model_type": "qwen3_5_moe_text"}, "experts of Qwen3.5"),
         ("glm4", {"attention_bias": False}, "attention_bias=False"),
         ("phi3", {"partial_rotary_factor": 0.75}, "RoPE says 0.5; make them agree"),
         ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.4}, "rotates 3 of 8"),

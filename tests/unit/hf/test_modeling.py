@@ -128,8 +128,9 @@ def test_any_split_gives_the_same_logits(tiny, spec, preset, chunks):
     assert_same(torch.cat(parts, 1), whole)
 
 
-def test_left_padding(tiny, spec):
-    model, _, _, ids = tiny("llama", spec("dms"))
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_left_padding(tiny, spec, family):
+    model, _, _, ids = tiny(family, spec("dms"))
     short, pad = ids[:25], torch.zeros(15, dtype=torch.int64)
     batch = torch.stack([ids, torch.cat([pad, short])])
     mask = torch.ones_like(batch)
@@ -141,8 +142,9 @@ def test_left_padding(tiny, spec):
         assert_same(padded[0], model(ids[None]).logits[0])
 
 
-def test_batched_generation_equals_single(tiny, spec):
-    model, _, _, ids = tiny("qwen3", spec("dms_nvidia"))
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_batched_generation_equals_single(tiny, spec, family):
+    model, _, _, ids = tiny(family, spec("dms_nvidia"))
     batch = torch.stack([ids[:20], torch.cat([torch.zeros(8, dtype=torch.int64), ids[:12]])])
     mask = torch.ones_like(batch)
     mask[1, :8] = 0
@@ -164,9 +166,16 @@ def test_greedy_generation_equals_full_forwards(tiny, spec):
     assert torch.equal(model.generate(ids[None, :10], max_new_tokens=12, **options), grown)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "top_k": 5}])
-def test_other_generation_modes(tiny, spec, options):
-    model, _, _, ids = tiny("llama", spec("dms"))
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"num_beams": 3}),
+        ("qwen3_5_text", {"num_beams": 3}),
+        ("llama", {"do_sample": True, "top_k": 5}),
+    ],
+)
+def test_other_generation_modes(tiny, spec, family, options):
+    model, _, _, ids = tiny(family, spec("dms"))
     torch.manual_seed(0)
     common = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
     cached = model.generate(ids[None, :10], use_cache=True, **common, **options)
@@ -175,8 +184,9 @@ def test_other_generation_modes(tiny, spec, options):
     assert torch.equal(cached, full)
 
 
-def test_second_turn_continues_the_cache(tiny, spec):
-    model, _, _, ids = tiny("qwen3", spec("dms_nvidia"))
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_second_turn_continues_the_cache(tiny, spec, family):
+    model, _, _, ids = tiny(family, spec("dms_nvidia"))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     first = model.generate(ids[None, :10], return_dict_in_generate=True, **options)
     prompt = torch.cat([first.sequences, ids[None, 10:20]], 1)
@@ -249,3 +259,18 @@ def test_eviction_can_be_disabled(architecture, random_weights, spec):
     dense.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert_same(disabled(ids).logits, dense(ids).logits)
+
+
+def test_a_cache_with_states_cannot_be_cropped_and_counts_no_slots_for_them(tiny, spec):
+    model, _, _, ids = tiny("qwen3_5_text", spec("dms"))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    done = model.generate(ids[None, :10], return_dict_in_generate=True, **options)
+    cache = done.past_key_values
+    assert cache.get_seq_length() == 15
+    assert cache.live()[0].sum() == 0 < cache.live()[1].sum()
+    assert model.dms_live_slots(cache).shape == (1, 1, 2)
+    with pytest.raises(ValueError, match="cannot return to an earlier token"):
+        cache.crop(-2)
+    cache.reset()
+    again = model.generate(ids[None, :10].expand(2, -1), past_key_values=cache, **options)
+    assert torch.equal(again[0], done.sequences[0])

@@ -107,7 +107,9 @@ def explicit_context(
 ) -> tuple[Tensor, Tensor]:
     """Output of the core attention and eviction statistics, from the projections on."""
     attention, spec = attention_of(engine, layer), engine._method.options
-    q, k, v = (x.detach() for x in attention.get_query_key_value_tensors(hidden))
+    is_gated = engine.architecture.described.output_gate
+    tensors = attention.get_query_key_value_tensors(hidden, output_gate=is_gated)
+    q, k, v, *gate = (x.detach() for x in tensors)
     grouped = q.view(S, B, 4, 2, -1)
     x = spec.alpha_scale * grouped[..., 0, spec.channel] - spec.alpha_offset
     z = (x + logistic_noise(keys, layer + 1, S, 4, 0)) / spec.tau
@@ -136,7 +138,9 @@ def explicit_context(
     )
     if plan.eviction == "soft" and spec.alpha_in_loss == "hard_st":
         alpha = (z > 0).float()
-    return out.transpose(0, 1).flatten(2), alpha.sum((0, 2))
+    context = out.transpose(0, 1).flatten(2)
+    context = context * gate[0].flatten(2).double().sigmoid() if is_gated else context
+    return context, alpha.sum((0, 2))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ class Facts(NamedTuple):
 def counted_alpha(engine: McoreEngine) -> tuple[float, float]:
     """Over 2**20 draws with eviction channels of exactly zero."""
     engine._method.set_plan(StepPlan(channel_scale=0.0, eviction="soft"))
-    attention = engine._models[0].decoder.layers[0].self_attention
+    layer = engine.architecture.method_layers[0] if engine.architecture.linear else 0
+    attention = engine._models[0].decoder.layers[layer].self_attention
     length, samples, heads = 2048, 128, 4
     attention.noise_keys = sample_keys(7, 0, torch.arange(samples))
     with torch.no_grad():

@@ -72,6 +72,7 @@ def outcome(
         ("llama", "dms", "full", {"eviction": "hard", "channel_scale": 0.0}),
         ("gpt_oss", "dms", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
         ("olmo3", "dms", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
+        ("qwen3_5_text", "dms", None, {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
     ],
 )
 def test_a_step_is_the_same(

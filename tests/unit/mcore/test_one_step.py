@@ -24,6 +24,7 @@ from tests.support import parity_runs, plain_objective, tiny
 
 LENGTH, SEED = 40, 11
 BAR = 1e-5  # of float32 beside float64, relative to the largest value
+LINEAR_BAR = 3e-4
 LLAMA3 = RopeScaling(factor=32.0)
 # Loss positions of each sample; the microbatches of two hold 40, 5, 0 and 23 of them.
 POSITIONS = (40, 0, 2, 3, 0, 0, 22, 1)
@@ -57,6 +58,7 @@ CASES: dict[str, Case] = {
     "sandwich": ("gemma3_text", {}, {"step": 3, "target_cr": 8.0}),
     "partial_rope": ("glm4", {}, {"step": 3, "target_cr": 8.0}),
     "sinks_and_experts": ("gpt_oss", {}, {"step": 3, "target_cr": 8.0}),
+    "linear": ("qwen3_5_text", {}, {"step": 3, "target_cr": 8.0}),
     "joint_norms": ("olmo3", {}, {"step": 3, "target_cr": 8.0}),
     "window": ("qwen3", {}, {"step": 3, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),
@@ -154,6 +156,8 @@ class Step:
 
 
 def assert_same(found: plain_objective.Outcome, exact: plain_objective.Outcome) -> None:
+    # its norm divides by outputs that may be near 0, which float32 rounds as much in a plain loop
+    is_linear = any("linear_attn" in name for name in exact.gradients)
     for name in ("token_loss", "aux_loss", "alpha", "live", "reads"):
         expected = pytest.approx(getattr(exact, name), rel=BAR, abs=1e-9)
         assert getattr(found, name) == expected, name
@@ -163,7 +167,8 @@ def assert_same(found: plain_objective.Outcome, exact: plain_objective.Outcome) 
         for name, g in exact.gradients.items()
     }
     print(f"\nworst gradient {max(errors.values()):.1e}")
-    assert not {name: error for name, error in errors.items() if error > BAR}
+    bar = LINEAR_BAR if is_linear else BAR
+    assert not {name: error for name, error in errors.items() if error > bar}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -28,7 +28,8 @@ def packs() -> list[Batch]:
 
 
 @pytest.mark.parametrize(
-    "case", ["cr8_step3", "sum", "immediate", "nvidia", "fastdms", "next_token", "zeroing"]
+    "case",
+    ["cr8_step3", "sum", "immediate", "nvidia", "fastdms", "next_token", "zeroing", "linear"],
 )
 def test_a_packed_step_is_the_plain_objective_of_documents_alone(
     view: ParallelView, case: str

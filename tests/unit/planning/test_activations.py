@@ -11,7 +11,7 @@ import pytest
 from dms_train.families import FAMILIES
 from dms_train.mcore.options import ParallelOptions, Trainable
 from dms_train.method.spec import PRESETS
-from dms_train.planning.activations import Microbatch, layer
+from dms_train.planning.activations import Microbatch, layer, linear_layer
 from dms_train.planning.memory import MemoryEstimate, PipelineStage, of_stage
 from tests.support import configs, launch
 from tests.support.plan_worker import SIZES
@@ -31,7 +31,11 @@ FULL: dict[str, Any] = {"recompute_granularity": "full"}
 
 
 def case(
-    *layouts: dict[str, Any], stage: int = 0, family: str = "qwen2", **changes: Any
+    *layouts: dict[str, Any],
+    stage: int = 0,
+    family: str = "qwen2",
+    kinds: str = "lf",
+    **changes: Any,
 ) -> dict[str, Any]:
     """One rank of a layout."""
     parallel = {**BF16}
@@ -46,7 +50,12 @@ def case(
         "distills": True,
         "train": "all",
     }
-    architecture = {"family": family, "tie_word_embeddings": family == "llama", "vocab_size": 256}
+    architecture = {
+        "kinds": kinds,
+        "family": family,
+        "tie_word_embeddings": family == "llama",
+        "vocab_size": 256,
+    }
     return {
         **values,
         **changes,
@@ -65,6 +74,13 @@ CASES = {
     "qwen3_moe_full": case(FULL, family="qwen3_moe"),
     "gpt_oss": case(family="gpt_oss"),
     "gpt_oss_attention_tp2_sp": case(SP, family="gpt_oss", train="attention"),
+    "qwen3_5": case(family="qwen3_5_text"),
+    "qwen3_5_full_first": case(family="qwen3_5_text", kinds="fl", samples=2),
+    "qwen3_5_pp2_tp2_sp": case({PP: 2}, SP, family="qwen3_5_text", kinds="lllf", stage=1),
+    "qwen3_5_full_recompute": case(FULL, family="qwen3_5_text"),
+    "qwen3_5_cp2_mlp": case(CP2, MLP, family="qwen3_5_text", kinds="fl"),
+    "qwen3_5_attention": case(family="qwen3_5_text", kinds="fl", train="attention"),
+    "qwen3_5_lora_tp2": case({TP: 2}, family="qwen3_5_text", kinds="fl", train="lora"),
     "lm": case(distills=False),
     "selective": case({"recompute_granularity": "selective"}),
     "mlp": case(MLP),
@@ -148,7 +164,9 @@ def test_a_layer_keeps_what_the_plan_counts(measured, name):
     recompute = granularity if granularity == "selective" else None
     # with experts a few bytes of a token depend on how many tokens an expert has
     bar = 1e-3 if microbatch.architecture.experts else 0.0
-    assert measured[name]["layer"] == pytest.approx(layer(microbatch, recompute), rel=bar)
+    first = microbatch.architecture.attention_layers[0]
+    counted = (linear_layer if first.linear else layer)(microbatch, recompute)
+    assert measured[name]["layer"] == pytest.approx(counted, rel=bar)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -359,6 +359,21 @@ def test_layouts_that_do_not_fit_experts(world_size, family, changes, expected):
     assert any(expected in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "changes", "expected"),
+    [
+        (4, {TP: 4}, "size is 4, which does not divide the 2 key heads of linear attention"),
+        (1, GRAPH, "cuda_graph=always: layers with linear attention are not captured"),
+        (2, {PP: 2, "method__train": "lora"}, "linear attention train nothing with method.train"),
+        (1, {"method": DMC}, "method.kind=dmc: the model has layers with linear attention"),
+    ],
+)
+def test_layouts_that_do_not_fit_linear_attention(world_size, changes, expected):
+    sizes = {"family": "qwen3_5_text", "num_query_groups": 4}
+    lines = problems(world_size, sizes, **changes)
+    assert any(expected in line for line in lines)
+
+
 def test_overlapped_groups_stay_on_one_host() -> None:
     changes = {"parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True}
     for world_size, per_host, refused in ((2, 1, True), (6, 3, True), (4, 2, False), (2, 2, False)):

@@ -138,7 +138,7 @@ def test_a_stage_that_was_not_finished_is_refused(
         _ = absent.prepared
 
 
-def test_a_record_without_the_newest_keys_of_rope_scaling_is_completed(tmp_path: Path) -> None:
+def test_a_record_without_the_newest_keys_is_completed(tmp_path: Path) -> None:
     scaling = asdict(RopeScaling(factor=8.0, rope_type="llama3"))
     path = tmp_path / "teacher.json"
     for left_out in ((), ("truncate", "attention_factor")):
@@ -146,8 +146,12 @@ def test_a_record_without_the_newest_keys_of_rope_scaling_is_completed(tmp_path:
         path.write_text(json.dumps({"model.architecture": {"rope_scaling": stated}}))
         found = teacher_logits._read(path)["model.architecture"]["rope_scaling"]
         assert found == scaling
-    path.write_text(json.dumps({"model.architecture": {"rope_scaling": None}}))
-    assert teacher_logits._read(path)["model.architecture"]["rope_scaling"] is None
+    earlier = {"rope_scaling": None, "layers": [{"rotary_base": 1e4, "window": None}]}
+    path.write_text(json.dumps({"model.architecture": earlier}))
+    found = teacher_logits._read(path)["model.architecture"]
+    assert found["rope_scaling"] is None
+    assert found["linear"] is None
+    assert found["layers"] == [{"rotary_base": 1e4, "window": None, "linear": False}]
 
 
 def test_a_folder_is_not_continued_with_other_settings(built: Callable[..., Built]) -> None:
