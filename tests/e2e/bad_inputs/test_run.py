@@ -342,7 +342,7 @@ CASES = {
     ),
     "nvidia-of-dms": Case(
         done="`stage.export.format=nvidia` for weights trained with the `dms` preset",
-        arrange=train("stage.export.format=nvidia"),
+        arrange=damaged(_qwen3, "stage.export.format=nvidia"),
         kind="error",
         facts=("NVIDIA", "DMS", "method.channel=0"),
     ),

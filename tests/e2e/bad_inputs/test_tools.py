@@ -204,8 +204,8 @@ CASES = {
         kind="error",
         facts=("OUT", "choose"),
     ),
-    "export-nvidia-of-dms": Case(
-        done="`dms-export --format nvidia` of weights trained with the `dms` preset",
+    "export-nvidia-of-llama": Case(
+        done="`dms-export --format nvidia` of a Llama model",
         arrange=command(
             "export",
             "{workspace.export}/megatron",
@@ -215,7 +215,7 @@ CASES = {
             finished=True,
         ),
         kind="error",
-        facts=("export format nvidia", "method.channel=0", "export in format dms"),
+        facts=("export format nvidia", "family llama", "qwen3 only", "export in format dms"),
     ),
     "export-full-disk": Case(
         done="the disk is full when an export is written",
