@@ -88,7 +88,8 @@ class TotalKV:
         peak_live_tokens: Most tokens held at the same time.
         live_bytes: Bytes of the tokens held now.
         peak_live_bytes: Largest value of `live_bytes` so far.
-        allocated_bytes: Bytes of the memory that holds tokens now, page tables included.
+        allocated_bytes: Bytes of the memory that holds tokens now, with page tables, and without
+            states of linear attention.
         peak_allocated_bytes: Largest value of `allocated_bytes` so far.
         cr_factors: float64 [l, h], tokens seen over tokens held when requests finished, of the
             layers without a window.

@@ -293,8 +293,7 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     peak = torch.cuda.max_memory_allocated(device) - before
     # page tables and policy state of all rows, and of as many snapshots, which copy states too
     tables = cache.table_bytes + options.max_num_seqs * cache.snapshot_bytes
-    copied_states = options.max_num_seqs * (_copies(policy, options) - 1)
-    tables += copied_states * state_bytes(a, model.dtype)
+    tables += options.max_num_seqs * state_bytes(a, model.dtype)
     del cache
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

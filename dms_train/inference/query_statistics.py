@@ -31,9 +31,9 @@ class _Recorder(DenseCache):
         a, device = model.architecture, model.decoder.norm.weight.device
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         super().__init__(
-            KeepAllPolicy(), layers=len(a.cache_layers), rows=1, heads=a.num_query_groups, like=like
+            KeepAllPolicy(), layers=a.num_layers, rows=1, heads=a.num_query_groups, like=like
         )
-        shape = len(a.cache_layers), a.num_attention_heads, a.kv_channels
+        shape = a.num_layers, a.num_attention_heads, a.kv_channels
         self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
         self.norm = self.mean[..., : a.kv_channels // 2].clone()
 
@@ -61,8 +61,13 @@ def measure_queries(model: LoadedModel, samples: Iterable[Tensor]) -> QueryStati
         samples: Token ids, int64 [n] each, on the device of the model.
 
     Raises:
-        InferenceError: There are no tokens, or the layers of the model differ in RoPE.
+        InferenceError: There are no tokens, some layers have linear attention, or the layers differ
+            in RoPE.
     """
+    if model.architecture.linear is not None:
+        raise InferenceError(
+            "the statistics do not describe models with linear attention; use another policy"
+        )
     if len(set(model.architecture.ropes)) > 1:
         raise InferenceError(
             f"the layers of this {model.architecture.family} model differ in RoPE, which the "

@@ -129,7 +129,13 @@ class DMSCache(Cache):
         return sum(pool.allocated_bytes for pool in pools.values())
 
     def live(self) -> Tensor:
-        """Count the tokens held, int64 [layers, batch, kv_heads]; 0 with linear attention."""
+        """Count the tokens held, int64 [layers, batch, kv_heads]; 0 with linear attention.
+
+        Raises:
+            ValueError: The cache is empty.
+        """
+        if not self._stores():
+            raise ValueError("the cache holds no tokens yet, so its batch size is not known")
         counts = iter([s.live(torch.arange(s.rows))[0].cpu() for s in self._stores()])
         held = [None if numbers is None else next(counts) for numbers in self._numbers]
         empty = torch.zeros_like(next(count for count in held if count is not None))

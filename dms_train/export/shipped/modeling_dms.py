@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMode
@@ -300,6 +301,11 @@ def _by_layer(config: Any, columns: Tensor, length: int) -> Any:
     mask = columns[:, None, None]
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
         return mask
+    if transformers.__version__ < "5":
+        raise RuntimeError(
+            "a model with linear attention needs transformers 5 or later, not "
+            f"{transformers.__version__}; upgrade it"
+        )
     new = columns[:, -length:]
     linear = None if length == 1 or bool(new.all()) else new
     return {"full_attention": mask, "linear_attention": linear}

@@ -27,7 +27,6 @@ from tests.e2e.bad_inputs.cases import (
     edit_weights,
     file_in_place_of_run,
     flip,
-    train,
 )
 from tests.support import launch, refusals
 from tests.support.commands import forked_python

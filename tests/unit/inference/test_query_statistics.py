@@ -47,6 +47,12 @@ def test_the_eviction_channel_of_a_trained_model_does_not_count(folder):
     assert found.mean.view(2, 2, 2, 8)[:, :, 1, 0].all()
 
 
+def test_linear_attention_is_refused(folder):
+    model = load_model(folder("qwen3_5_text", None))
+    with pytest.raises(InferenceError, match="models with linear attention; use another policy"):
+        measure_queries(model, [torch.tensor(random_ids(20))])
+
+
 def test_the_command_writes_a_file_that_the_engine_reads(stories, tmp_path, capsys):
     text, file = tmp_path / "text.txt", tmp_path / "queries.safetensors"
     text.write_text("Once upon a time, there was a little girl. " * 20)
