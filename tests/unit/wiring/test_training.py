@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from dms_train.app import inputs, run_folder
 from dms_train.config.schema import RunConfig
+from dms_train.families import LayerAttention
 from dms_train.hf.architecture import RopeScaling
 from dms_train.hf.formats import read_format
 from dms_train.mcore import compat
@@ -28,6 +29,7 @@ from dms_train.method.spec import PRESETS
 from dms_train.training.state import TrainState
 from tests.support import refusals
 from tests.support.experts import experts_of
+from tests.support.plain_delta import sizes_of
 from tests.support.wiring import Assets, Built, Wire, leaves, missing_tests, option, uncovered
 from tests.support.wiring_reads import (
     EMBEDDING,
@@ -95,6 +97,18 @@ EXPERTS = {
         refusals.architecture(family="qwen3_moe", experts=experts_of("qwen3_moe"))
     ),
 }
+LAYERS = (LayerAttention(rotary_base=None, linear=True), LayerAttention(rotary_base=1e4))
+HYBRID, HYBRID_EXPERTS = (
+    {
+        **SCRATCH,
+        "model.architecture": asdict(
+            refusals.architecture(
+                family=family, linear=sizes_of(family), layers=LAYERS, experts=experts_of(family)
+            )
+        ),
+    }
+    for family in ("qwen3_5_text", "qwen3_next")
+)
 LORA = {"method.train": "lora", "lora": {}}
 GEMMA = {**SCRATCH, "model.architecture.family": "gemma3_text"}
 YARN = RopeScaling(rope_type="yarn", factor=8.0)
@@ -171,6 +185,26 @@ WIRES: dict[str, Wire] = {
     ),
     "model.architecture.experts.normalize": Wire(
         False, lambda b: not mlp(b).config.moe_router_pre_softmax, others=EXPERTS
+    ),
+    "model.architecture.experts.shared_ffn_hidden_size": Wire(
+        28, rows("layers.0.mlp.shared_expert.up_proj.weight"), others=HYBRID_EXPERTS
+    ),
+    "model.architecture.linear.key_heads": Wire(
+        1, rows("layers.0.linear_attn.in_proj_q.weight"), 6, HYBRID
+    ),
+    "model.architecture.linear.value_heads": Wire(
+        2, rows("layers.0.linear_attn.A_log"), others=HYBRID
+    ),
+    "model.architecture.linear.key_channels": Wire(
+        8, rows("layers.0.linear_attn.in_proj_q.weight"), 2 * 8, HYBRID
+    ),
+    "model.architecture.linear.value_channels": Wire(
+        12, rows("layers.0.linear_attn.norm.weight"), others=HYBRID
+    ),
+    "model.architecture.linear.taps": Wire(
+        3,
+        lambda b: weights(b)["model.layers.0.linear_attn.conv1d_q.weight"].shape[-1],
+        others=HYBRID,
     ),
     "model.architecture.rope_scaling.factor": Wire(
         4.0,
