@@ -238,7 +238,7 @@ def sent_bytes(stage: PipelineStage) -> SentBytes:
     trained = _ring(stage.trained - experts, stage.copies) + _ring(experts, stage.expert_copies)
     return SentBytes(
         tensor=stage.microbatches * _ring(parts * m.gathered, m.tp),
-        context=stage.microbatches * _ring(layers * _exchanged_bytes(m), m.cp),
+        context=stage.microbatches * _ring(_exchanged_bytes(stage), m.cp),
         expert=stage.microbatches * _ring(layers * _routed_bytes(m), m.tp * m.ep),
         data=trained * (_FP32 + m.width),
         pipeline=stage.microbatches * chunks * m.stage_tensor if stage.pp > 1 else 0.0,
@@ -270,11 +270,13 @@ def _attention_parts(m: Microbatch) -> int:
 
 
 def _mlp_parts(m: Microbatch) -> int:
-    """Count those of the MLP; `_routed_bytes` counts experts."""
-    if m.architecture.experts is not None:
+    """Count those of the MLP or of a shared expert; `_routed_bytes` counts the other experts."""
+    experts = m.architecture.experts
+    if experts is not None and not experts.shared_ffn_hidden_size:
         return 0
     again = m.parallel.sequence_parallel and m.trainable.weights == "all"
-    return 2 * (_forwards(m) + 1 + m.parallel.recomputes("mlp")) + again
+    repeats = experts is None and m.parallel.recomputes("mlp")
+    return 2 * (_forwards(m) + 1 + repeats) + again
 
 
 def _overlaps(stage: PipelineStage) -> tuple[Overlap, ...]:
@@ -301,9 +303,16 @@ def _overlaps(stage: PipelineStage) -> tuple[Overlap, ...]:
     )
 
 
-def _exchanged_bytes(m: Microbatch) -> int:
-    """Count the bytes that a rank exchanges in a layer: query, key and value, and the output."""
-    return (_forwards(m) + 1) * 2 * (m.query + m.key)
+def _exchanged_bytes(stage: PipelineStage) -> int:
+    """Count the bytes that a rank exchanges: the projection of each layer and its output."""
+    m, a = stage.microbatch, stage.microbatch.architecture
+    attention = (2 + a.described.output_gate) * m.query + 2 * m.key
+    sizes, linear = a.linear, 0
+    if sizes is not None:
+        rows = sizes.key_heads * sum(sizes.group_rows) + sizes.values
+        linear = m.tokens * rows // m.tp * m.width
+    layers = stage.attention_layers * attention + sum(stage.linear_layers) * linear
+    return (_forwards(m) + 1) * layers
 
 
 def _routed_bytes(m: Microbatch) -> int:

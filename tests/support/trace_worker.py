@@ -16,6 +16,7 @@ from dms_train.planning.memory import stages_of
 from dms_train.planning.step_time import sent_bytes
 from tests.support import configs
 from tests.support.matrix import FULL_MATRIX
+from tests.support.plain_delta import sizes_of
 
 SIZES = {
     "num_layers": 8,
@@ -39,26 +40,36 @@ LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
     "ep2": (1, 1, None, False, None),
     "tp2_ep2_full": (2, 1, None, True, "full"),
     "cp4_tp2": (2, 1, None, True, None),
+    "shared_tp2_ep2": (2, 1, None, True, None),
+    "linear_cp4_tp2": (2, 1, None, True, None),
 }
 # By default not those whose ways of sharding other layouts have as well.
 COMPARED = [
     name for name in LAYOUTS if FULL_MATRIX or name not in ("tp2_pp4_no_sequence", "dp16", "ep2")
 ]
 # Ranks that share experts, in the layouts of a model with experts.
-EXPERT_RANKS = {"ep2": 2, "tp2_ep2_full": 2}
+EXPERT_RANKS = {"ep2": 2, "tp2_ep2_full": 2, "shared_tp2_ep2": 2}
 OVERLAPPED = ("tp2_mlp",)
 # Ranks that share the positions of a sample.
-CONTEXT_RANKS = {"cp4_tp2": 4}
+CONTEXT_RANKS = {"cp4_tp2": 4, "linear_cp4_tp2": 4}
 _LOCAL, _GLOBAL = (LayerAttention(rotary_base=1e4, window=window) for window in (64, None))
 WINDOWS = (_LOCAL, _GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL, _GLOBAL)
 MODELS = {"windows": WINDOWS} | ({"whole": ()} if FULL_MATRIX else {})
+LINEAR = sizes_of("qwen3_next", key_heads=8)
 EXPERTS = Experts(count=16, topk=2, ffn_hidden_size=64, normalize=True)
 
 
 def architecture(layout: str) -> Architecture:
-    """The small model, with tied weights if the layout's name says so."""
-    experts = {"family": "qwen3_moe", "experts": EXPERTS} if layout in EXPERT_RANKS else {}
-    return configs.architecture(**SIZES, **experts, tie_word_embeddings=layout.startswith("tied"))
+    """The small model; the layout's name says if weights are tied, or layers linear."""
+    more: dict[str, Any] = {"tie_word_embeddings": layout.startswith("tied")}
+    if layout in EXPERT_RANKS:
+        more |= {"family": "qwen3_moe", "experts": EXPERTS}
+    if layout.startswith("shared"):
+        experts = replace(EXPERTS, shared_ffn_hidden_size=48)
+        more |= {"family": "qwen3_next", "experts": experts, "linear": LINEAR}
+    if layout.startswith("linear"):
+        more |= {"family": "qwen3_5_text", "linear": LINEAR}
+    return configs.architecture(**SIZES, **more)
 
 
 def config(layout: str, **changes: Any) -> RunConfig:
