@@ -199,6 +199,7 @@ def _run(module: str, function: str, arguments: list[str]) -> None:
 
 def _exit(code: int) -> None:
     """End as the interpreter does, but do not free what was imported, which takes half a second."""
+    # joining threads is not enough: those of a pool end when the handlers of `threading` tell them
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -301,7 +301,7 @@ def _by_layer(config: Any, columns: Tensor, length: int) -> Any:
     mask = columns[:, None, None]
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
         return mask
-    if transformers.__version__ < "5":
+    if int(transformers.__version__.partition(".")[0]) < 5:
         raise RuntimeError(
             "a model with linear attention needs transformers 5 or later, not "
             f"{transformers.__version__}; upgrade it"

@@ -36,7 +36,7 @@ DIGESTS = {
     "configuration_llama_dms.py": "9a593148075f6528",
     "generation_dms.py": "0e8c0d1107f95067",
     "modeling_dmc.py": "476fa4929cbba9ba",
-    "modeling_dms.py": "e74dd2307e3ebd1e",
+    "modeling_dms.py": "42d7c7bf595e40de",
     "modeling_llama_dmc.py": "35f8867b1790fa60",
     "modeling_llama_dms.py": "5f028f82cf0840af",
     "pages_dms.py": "6ecfdfc934f3df86",

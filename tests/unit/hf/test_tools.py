@@ -75,7 +75,7 @@ def test_verify_in_bfloat16(tested_export, spec, capsys):
 
 
 def test_verify_adds_no_rounding_of_its_own(tested_export, spec):
-    """The reference below is exact, whatever dtype it states."""
+    """The stored logits are those of float32, although the reference names bfloat16."""
     directory = tested_export("llama", spec("dms", window=8), dtype="bfloat16")
     assert replay(directory).logit_difference < 1e-4
     assert replay(directory, dtype="bfloat16").logit_difference > 1e-3
