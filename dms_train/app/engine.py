@@ -27,6 +27,7 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
         trains=TEACHER_LOGITS not in config.stage.run,
         reads_teacher=config.teacher.logits is not None,
         offloads_teacher=config.teacher.offload,
+        packs_documents=config.data.packing,
     )
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)

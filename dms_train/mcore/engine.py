@@ -55,6 +55,7 @@ class TrainEngineOptions:
         reads_teacher: Whether the batches bring the stored distributions of the teacher.
         offloads_teacher: Whether the layers of a teacher with weights of its own stay in host
             memory between passes.
+        packs_documents: Whether samples hold several documents.
     """
 
     parallel: ParallelOptions
@@ -66,6 +67,7 @@ class TrainEngineOptions:
     trainable: Trainable = ALL_WEIGHTS
     reads_teacher: bool = False
     offloads_teacher: bool = False
+    packs_documents: bool = False
 
 
 class McoreEngine:
@@ -114,16 +116,24 @@ class McoreEngine:
             sharing.freeze(self._models, options.trainable)
             with self._stream():
                 self._chunks = optim.data_parallel(
-                    self._config, self._chunks, options.parallel.ddp_bucket_size
+                    self._config,
+                    self._chunks,
+                    options.parallel.ddp_bucket_size,
+                    overlaps=self._graph is None,
                 )
             self._optimizer = optim.build_optimizer(options.optim, self._config, self._chunks)
 
     def _choose_graph(self, *, fused: bool) -> PassGraph | None:
         if not self._options.trains:
             return None
-        a, parallel = self.architecture, self._options.parallel
-        linear = a.linear is not None
-        return choose_graph(parallel, self.view, fused=fused, experts=a.num_experts, linear=linear)
+        return choose_graph(
+            self._options.parallel,
+            self.view,
+            fused=fused,
+            experts=self.architecture.num_experts,
+            linear=self.architecture.linear is not None,
+            packed=self._options.packs_documents,
+        )
 
     def _build_chunks(
         self, method: MethodState, source: weights.WeightSource | None, trainable: Trainable

@@ -47,8 +47,9 @@ class ParallelOptions:
         recompute_modules: Modules of a layer that `selective` recomputes: `core_attn` (attention
             after the projections), `mlp`, or both.
         recompute_num_layers: Layers per recomputed unit with `full`.
-        cuda_graph: Replay the passes of a microbatch as a CUDA graph: `auto` on one GPU where
-            nothing is recomputed or packed, `always` (refused elsewhere) or `never`.
+        cuda_graph: Replay the passes of a microbatch as a CUDA graph: `auto` where each GPU has the
+            whole model and nothing is recomputed or packed, `always` (refused elsewhere) or
+            `never`. Gradients are then reduced after the passes.
         layers: Implementation of linear layers and norms: `auto`, `local` (megatron-core's own) or
             `transformer_engine`; see `mcore.layers`.
         ddp_bucket_size: Parameters of a gradient bucket, whose reduction overlaps the backward pass
@@ -117,11 +118,19 @@ class ParallelOptions:
         return layers
 
     def graph_obstacles(
-        self, world_size: int, experts: int = 0, *, linear: bool = False
+        self, experts: int = 0, *, linear: bool = False, packed: bool = False
     ) -> Iterator[str]:
-        """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy."""
-        if world_size > 1:
-            yield f"one process can be captured and there are {world_size}; use auto"
+        """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy.
+
+        Args:
+            experts: Number of experts of a layer.
+            linear: Whether layers have linear attention.
+            packed: Whether samples hold several documents.
+        """
+        if (ranks := self.ranks_per_copy) > 1:
+            yield f"the {ranks} ranks of a copy communicate within passes; use auto"
+        if packed:
+            yield "packed documents vary in number; set data.packing=false"
         if experts:
             yield "a mixture of experts counts the tokens of each on the host; use auto"
         if linear:

@@ -134,6 +134,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"plan": {"target_cr": 8.0, "loss": "mixed"}, "offload": True},
     "zeroing": {"plan": {"eviction": "none", "channel_scale": 0.5}},
     "packed": {"plan": {"target_cr": 8.0}, "packed": True},
+    # as microbatches that are replayed as graphs, in several processes
+    "one_by_one": {"plan": {"target_cr": 8.0}, "one_by_one": True},
     # two layers evict more than their targets already
     "layer_targets": {
         "plan": {"target_cr": 8.0, "layer_weights": [0.2, 1.1, 0.4, 1.1]},
@@ -169,6 +171,7 @@ CONTEXT_CASES = [
 LAYER_TARGET_CASES = [
     ("llama", "dms", layout, "layer_targets") for layout in ("tp2_pp2_sp", "selective_cp2_pp2_vp2")
 ]
+ONE_BY_ONE_CASES = [("llama", "dms", "dp2", "one_by_one")]
 # By default all families and variants run in this layout, which shards in every way.
 WHOLE_LAYOUT = "selective_tp2_pp2_vp2_sp"
 
@@ -182,7 +185,7 @@ def _cases() -> list[tuple[str, str, str, str]]:
         whole = itertools.product(FAMILIES, PRESETS, layouts, VARIANTS)
         return [*whole, *mixed, *EIGHT_RANK_CASES]
     families = list(FAMILIES)
-    others = [name for name in VARIANTS if name not in ("retrofit", "layer_targets")]
+    others = [name for name in VARIANTS if name not in ("retrofit", "layer_targets", "one_by_one")]
     chosen = [(family, WHOLE_LAYOUT, "retrofit") for family in families]
     for number, layout in enumerate(LAYOUTS):
         first, second = (families[(number + shift) % len(families)] for shift in (0, 5))
@@ -194,7 +197,8 @@ def _cases() -> list[tuple[str, str, str, str]]:
     presets = {name: PRESETS[index % len(PRESETS)] for index, name in enumerate(families)}
     cases = [(family, presets[family], *rest) for family, *rest in chosen]
     of_experts = [(name, PRESETS[0], "tp2_ep2", "retrofit") for name in mixtures]
-    return [*of_experts, *CONTEXT_CASES, *EIGHT_RANK_CASES, *LAYER_TARGET_CASES, *cases]
+    more = [*EIGHT_RANK_CASES, *LAYER_TARGET_CASES, *ONE_BY_ONE_CASES]
+    return [*of_experts, *CONTEXT_CASES, *more, *cases]
 
 
 CASES = _cases()

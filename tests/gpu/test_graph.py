@@ -20,12 +20,14 @@ from dms_train.mcore.options import OptimOptions, ParallelOptions, Trainable
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
+from tests.support.ranks import values_of_ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 STEPS, NOT_FINITE, LENGTH = 10, 6, 128
+MODES = ("never", "always")
 # of losses and gradient norms: atomic sums of attention's gradient differ from run to run
 BARS = {"fp32": 1e-4, "bf16": 5e-3}
 
@@ -34,6 +36,20 @@ BARS = {"fp32": 1e-4, "bf16": 5e-3}
 def view() -> Iterator[ParallelView]:
     yield groups.start(ParallelOptions(), seed=1)
     groups.stop()
+
+
+def replayed_by_two(mode: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of one of two copies."""
+    view = groups.start(ParallelOptions(), seed=1)
+    engine = build(view, "dms", "fp32", mode)
+    results = []
+    for number in range(NOT_FINITE):
+        given = batches(2 * number + view.dp_rank)
+        result = engine.train_step(PLANS["retrofit"](number), given)
+        results.append((result.loss, result.grad_norm))
+    assert captured(engine) == (mode == "always")
+    groups.stop()
+    return results
 
 
 class Run(NamedTuple):
@@ -121,7 +137,7 @@ def test_replayed_steps_are_those_of_eager_passes(
     view: ParallelView, preset: str, kind: str, dtype: str
 ) -> None:
     runs = []
-    for mode in ("never", "always"):
+    for mode in MODES:
         engine = build(view, preset, dtype, mode)
         runs.append(train(engine, PLANS[kind]))
         # the plain operations that scale the channel of DMC read its factor on the host
@@ -147,7 +163,7 @@ def test_replayed_steps_are_those_of_eager_passes(
 
 def test_replayed_steps_of_adapters_are_those_of_eager_passes(view: ParallelView) -> None:
     runs = []
-    for mode in ("never", "always"):
+    for mode in MODES:
         engine = build(view, "dms", "fp32", mode, train="lora")
         runs.append(
             [engine.train_step(PLANS["retrofit"](n), batches(n)) for n in range(NOT_FINITE)]
@@ -162,7 +178,7 @@ def test_replayed_steps_of_adapters_are_those_of_eager_passes(view: ParallelView
     assert len(set(losses)) == NOT_FINITE  # other data each
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("mode", MODES)
 def test_the_layers_of_an_offloaded_teacher_arrive_before_they_run(
     view: ParallelView, mode: str
 ) -> None:
@@ -198,19 +214,24 @@ def test_another_computation_gets_a_graph_of_its_own(view: ParallelView) -> None
         assert replayed == pytest.approx(eager, rel=1e-3)
 
 
-def test_packed_documents_run_eagerly_or_are_refused(view: ParallelView) -> None:
-    lengths = [[LENGTH - 8, 8], [LENGTH]]
-    for mode in ("auto", "always"):
-        engine = build(view, "dms", "fp32", mode)
-        given = [tiny.packed(tiny.batch(0, length=LENGTH), lengths)]
-        for number in range(2):
-            engine.forward_backward(PLANS["retrofit"](number), given)
-        if mode == "auto":
-            engine.forward_backward(PLANS["retrofit"](2), given)
-            assert not captured(engine)
-        else:
-            with pytest.raises(ModelError, match=r"set data\.packing=false"):
-                engine.forward_backward(PLANS["retrofit"](2), given)
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_replayed_steps_of_two_copies_are_those_of_eager_passes() -> None:
+    """Eager passes reduce gradients meanwhile, and replayed ones afterwards."""
+    (eager, _), (first, second) = (values_of_ranks(replayed_by_two, 2, m) for m in MODES)
+    assert first == second
+    for a, b in zip(eager, first, strict=True):
+        print(a, b)
+        assert b == pytest.approx(a, rel=10 * BARS["fp32"])
+    assert len({loss for loss, _ in first}) == NOT_FINITE
+
+
+def test_packed_documents_run_eagerly(view: ParallelView) -> None:
+    engine = build(view, "dms", "fp32", "auto", packs_documents=True)
+    given = [tiny.packed(tiny.batch(0, length=LENGTH), [[LENGTH - 8, 8], [LENGTH]])]
+    for number in range(3):
+        engine.forward_backward(PLANS["retrofit"](number), given)
+    assert not captured(engine)
 
 
 def test_kernels_that_read_the_plan_on_the_host_run_eagerly_or_are_refused(

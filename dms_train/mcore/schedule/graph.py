@@ -68,7 +68,7 @@ class PassGraph:
     """Runs the passes of micro-batches eagerly in two steps, then captures and replays them.
 
     Gradients are added to Megatron's buffers, whose addresses never change. The reduction of the
-    gradients and the update of the weights are not part of the graph.
+    gradients over data-parallel ranks and the update of the weights are not part of the graph.
 
     Args:
         device: GPU that trains.
@@ -127,9 +127,6 @@ class PassGraph:
         if self._steps <= _EAGER_STEPS or self._obstacle:
             return passes(batch, scale)
         if self._captured is None:
-            if batch.documents is not None:
-                self._refuse("packed documents vary in number; set data.packing=false")
-                return passes(batch, scale)
             try:
                 self._captured = self._capture(passes, GraphInputs(batch, scale))
             except RuntimeError as error:  # nothing has been computed
@@ -160,6 +157,7 @@ def choose_graph(
     fused: bool,
     experts: int = 0,
     linear: bool = False,
+    packed: bool = False,
 ) -> PassGraph | None:
     """Return a graph for the passes of this layout, or None where they run eagerly.
 
@@ -170,6 +168,7 @@ def choose_graph(
             so a replay would repeat the numbers of the captured step.
         experts: Number of experts of a layer.
         linear: Whether layers have linear attention.
+        packed: Whether samples hold several documents.
 
     Raises:
         ModelError: `parallel.cuda_graph=always` in a layout that cannot be captured.
@@ -177,7 +176,7 @@ def choose_graph(
     required = options.cuda_graph == "always"
     if required:
         require_gpu(view.device)
-    obstacles = list(options.graph_obstacles(view.world_size, experts, linear=linear))
+    obstacles = list(options.graph_obstacles(experts, linear=linear, packed=packed))
     if not fused:
         obstacles.append("only the triton kernels can be captured; set kernels=triton")
     if required and obstacles:

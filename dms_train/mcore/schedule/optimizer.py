@@ -27,15 +27,21 @@ def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
 
 
 def data_parallel(
-    config: TransformerConfig, chunks: list[Any], bucket_size: int | None
+    config: TransformerConfig, chunks: list[Any], bucket_size: int | None, *, overlaps: bool
 ) -> list[Any]:
     """Wrap this rank's chunks in gradient buckets with fp32 reduction.
 
-    With several copies the reduction overlaps the backward pass, and updated weights are gathered
-    during the next forward pass. Call `wait_for_param_gather` before reading them elsewhere.
-    `bucket_size` is the number of parameters of a bucket; None for megatron-core's default.
+    Args:
+        config: Megatron's configuration; it gets the functions that its schedules call.
+        chunks: Chunks of the model.
+        bucket_size: Number of parameters of a bucket; None for megatron-core's default.
+        overlaps: With several copies, reduce during the backward pass, and gather the updated
+            weights during the next forward pass. Call `wait_for_param_gather` before reading them
+            elsewhere. Otherwise both happen between the passes.
     """
-    overlap = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    overlap = (
+        overlaps and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    )
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,

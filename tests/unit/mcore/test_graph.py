@@ -95,19 +95,24 @@ def test_without_fused_kernels_every_step_is_a_computation_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "fused", "reason"),
+    ("options", "model", "reason"),
     [
-        ({}, False, "set kernels=triton"),
-        ({"recompute_granularity": "full"}, True, "random states"),
+        ({}, {"fused": False}, "set kernels=triton"),
+        ({"recompute_granularity": "full"}, {}, "random states"),
+        ({"tensor_model_parallel_size": 2}, {}, "the 2 ranks of a copy"),
+        ({"context_parallel_size": 2}, {}, "the 2 ranks of a copy"),
+        ({}, {"packed": True}, r"set data\.packing=false"),
+        ({}, {"experts": 4}, "counts the tokens of each"),
     ],
 )
 def test_layouts_that_cannot_be_captured_run_eagerly_or_are_refused(
-    view: ParallelView, options: dict, fused: bool, reason: str
+    view: ParallelView, options: dict, model: dict, reason: str
 ) -> None:
     gpu = replace(view, device=torch.device("cuda"))  # no GPU is used before the refusal
-    assert choose_graph(ParallelOptions(**options), gpu, fused=fused) is None
+    model = {"fused": True, **model}
+    assert choose_graph(ParallelOptions(**options), gpu, **model) is None
     with pytest.raises(ModelError, match=reason):
-        choose_graph(ParallelOptions(cuda_graph="always", **options), gpu, fused=fused)
+        choose_graph(ParallelOptions(cuda_graph="always", **options), gpu, **model)
 
 
 def test_fused_layers_read_the_numbers_of_a_step_at_addresses_that_stay() -> None:

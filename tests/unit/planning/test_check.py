@@ -77,7 +77,8 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
         (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
         (1, GRAPH),
-        (2, {"parallel__cuda_graph": "auto"}),
+        (2, GRAPH),
+        (2, {TP: 2, "parallel__cuda_graph": "auto"}),
     ],
 )
 def test_sound_configurations_pass(world_size, changes):
@@ -121,7 +122,7 @@ def test_sound_configurations_pass(world_size, changes):
         (3, {}, "micro_batch_size x data-parallel size = 1 x 3"),
         (1, {"data__seq_length": 129}, "the model reads at most 128 positions"),
         (1, {"method__window": 64}, "method.window=64: not below data.seq_length=64"),
-        (2, GRAPH, "parallel.cuda_graph=always: one process can be captured and there are 2"),
+        (4, {TP: 2, **GRAPH}, "parallel.cuda_graph=always: the 2 ranks of a copy"),
         (
             1,
             {**GRAPH, "parallel__recompute_granularity": "full"},
