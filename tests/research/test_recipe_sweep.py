@@ -84,11 +84,11 @@ def test_gates_train_as_long_as_the_base(tmp_path: Path) -> None:
 
 def test_a_threshold_exports_the_trained_scorer(tmp_path: Path) -> None:
     made = {step.name: step for step in steps(sweep(tmp_path))}
-    trained, exported = made["train_kvzap"], made["train_kvzap-offset-3"]
+    trained, exported = made["train_kvzap"], made["train_kvzap-offset-3.5"]
     config = compose(exported.words()[2:])
     assert exported.needs == ("train_kvzap",)
     assert config.run.load == str(Path(compose(trained.words()[2:]).run.dir) / "exports/final/hf")
-    assert (config.method.alpha_offset, list(config.stage.run)) == (3, ["export"])
+    assert (config.method.alpha_offset, list(config.stage.run)) == (3.5, ["export"])
 
 
 def test_only_retention_gates_need_a_budget(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
             "--sampled",
         ),
         (
-            "toy --model . --held-out . --haystack . --plain x --variants kvzap-offset-2",
+            "toy --model . --held-out . --haystack . --plain x --variants kvzap-offset-4",
             "needs kvzap",
         ),
     ],
