@@ -232,7 +232,7 @@ def _cells(row: dict[str, Any], contexts: list[str]) -> list[str]:
     return [
         row["variant"],
         *(format(row[key] * scale, form) if key in row else "" for key, form, scale in numbers),
-        f"{row['window']['cr_factor']:.2f}",
+        f"{row['continuation']['cr_factor']:.2f}",  # a prompt may be read before any eviction
         *(f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")),
         *(f"{row[key][0]:.2f} [{row[key][1]:.2f}, {row[key][2]:.2f}]" for key in contexts),
     ]

@@ -115,7 +115,12 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     train = tmp_path / "base" / "train"
     train.mkdir(parents=True)
     (train / "metrics.jsonl").write_text("\n".join(map(json.dumps, logged)))
-    found = {"model": {"window": measured, "continuation": measured | {"perplexity": 18.0}}}
+    found = {
+        "model": {
+            "window": measured,
+            "continuation": measured | {"perplexity": 18.0, "cr_factor": 4.1},
+        }
+    }
     (tmp_path / "base" / "perplexity.json").write_text(json.dumps(found))
     (tmp_path / "state").mkdir()
     for kind in ("perplexity", "needles"):
@@ -126,7 +131,7 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert row["overrides"] == ["optim.lr=1e-4"]
     assert (row["tokens"], row["kl"], row["cr"]) == (500, 0.25, 4.5)
     assert table({"rows": [row]}).splitlines()[-1] == (
-        "| base | 0.0 | 0.2500 | 4.20 | 20.00 | 18.00 |"
+        "| base | 0.0 | 0.2500 | 4.10 | 20.00 | 18.00 |"
     )
 
 
