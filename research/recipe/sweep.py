@@ -5,7 +5,9 @@
     python -m research recipe-sweep --table FOLDER/sweep.json
 
 Each variant changes the named settings of the base: the experiment to CR 4 with 50 steps per unit
-of the ratio and 60 steps at each end, on the plain text. `FOLDER/sweep.json` has a row for each
+of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` train gates on the
+frozen model for as many steps; `trim-kv` then has a budget at CR 4, and `kvzap` also exports with
+other thresholds, of which each reaches a ratio of its own. `FOLDER/sweep.json` has a row for each
 finished variant: KL to the original on held-out text with hard evictions, perplexity of the text of
 `--held-out`, and the share of needles that are found. The same command continues.
 """
@@ -43,6 +45,10 @@ _BASE = (
 )
 _NO_EVICTION = ("stage.zero_neuron.steps=210", "stage.retrofit.target_cr=1")
 _LONG = ("data.seq_length=4096", "data.micro_batch_size=8", "data.global_batch_size=16")
+_FROZEN = ("stage.zero_neuron.steps=1", "stage.hold.steps=119", "optim.lr=3e-4")  # as many steps
+_TRIM_KV = ("method=trim_kv", "method.window=0", "stage.export.format=trim_kv", *_FROZEN)
+_OFFSETS = (3.5, 4, 4.5)  # thresholds of kvzap, whose own is 5
+_KVZAP = ("method=kvzap", "method.window=128", "stage.export.format=kvzap", *_FROZEN)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
     "no-eviction": _NO_EVICTION,
@@ -66,7 +72,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "zeroing-in-240-steps": ("stage.zero_neuron.steps=240",),
     "KL-from-the-student": ("loss.kl_direction=student_teacher",),
     "temperature-2": ("loss.kl_temperature=2",),
+    "trim-kv": _TRIM_KV,
+    "kvzap": _KVZAP,
+    **{
+        f"kvzap-offset-{offset}": (*_KVZAP, f"method.alpha_offset={offset}", "stage.run=[export]")
+        for offset in _OFFSETS
+    },
 }
+_EXPORTED = {f"kvzap-offset-{offset}": "kvzap" for offset in _OFFSETS}  # of a trained variant
+_POLICIES = {"trim-kv": ("trim_kv", "cr=4")}
 _SAMPLED = {"text-of-the-model": (0.0, 1.0), "both-texts": (0.5, 0.5)}  # shares: plain, sampled
 _CACHE = "8000000000"  # bytes of a measurement beside a training
 
@@ -122,6 +136,7 @@ def overrides(sweep: Sweep, name: str) -> list[str]:
         *RECIPES[sweep.name].train,
         *_BASE,
         *VARIANTS[name],
+        *([f"run.load={sweep.export(_EXPORTED[name])}"] if name in _EXPORTED else []),
     ]
 
 
@@ -132,7 +147,8 @@ def steps(sweep: Sweep) -> list[Step]:
         trained = name != ORIGINAL
         if trained:
             words = [*TRAIN, *overrides(sweep, name)]
-            made.append(Step(name=_step("train", name), words=partial(list, words)))
+            loaded = (_step("train", _EXPORTED[name]),) if name in _EXPORTED else ()
+            made.append(Step(name=_step("train", name), words=partial(list, words), needs=loaded))
         needs = (_step("train", name),) if trained else ()
         for kind, words in _measurements(sweep, name).items():
             made.append(Step(name=_step(kind, name), words=partial(list, words), needs=needs))
@@ -146,10 +162,12 @@ def _step(kind: str, name: str) -> str:
 def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
     """Return the command of each measurement of a model."""
     folder, model = sweep.folder(name), sweep.export(name)
+    policy, *options = _POLICIES.get(name, ("auto",))
     return {
         "perplexity": [
             *(*EVALUATE, "perplexity", str(model), "--text", str(sweep.held_out)),
-            *("--device", sweep.device, "--cache-bytes", _CACHE),
+            *("--device", sweep.device, "--cache-bytes", _CACHE, "--policy", policy),
+            *(word for option in options for word in ("--policy-option", option)),
             *("--output", str(folder / "perplexity.json")),
         ],
         "needles": [
@@ -157,6 +175,7 @@ def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
             *("--contexts", ",".join(map(str, sweep.contexts))),
             *(f"model.path={model}", f"model.device={sweep.device}"),
             *(f"task.haystack={sweep.haystack}", "task.count=100", f"model.cache_bytes={_CACHE}"),
+            *(f"policy={policy}", *(f"policy.{option}" for option in options)),
         ],
     }
 
@@ -192,8 +211,11 @@ def _row(sweep: Sweep, name: str) -> dict[str, Any]:
 
 
 def _training(metrics: Path) -> dict[str, Any]:
-    """Return the tokens and the last evaluation of a run."""
-    last = [row for row in read_rows(metrics) if "eval/kl" in row][-1]
+    """Return the tokens and the last evaluation of a run; nothing of one that only exports."""
+    evaluated = [row for row in read_rows(metrics) if "eval/kl" in row]
+    if not evaluated:
+        return {}
+    last = evaluated[-1]
     return {"tokens": last["tokens"], **{name: last.get(f"eval/{name}") for name in ("kl", "cr")}}
 
 
@@ -210,7 +232,7 @@ def _cells(row: dict[str, Any], contexts: list[str]) -> list[str]:
     return [
         row["variant"],
         *(format(row[key] * scale, form) if key in row else "" for key, form, scale in numbers),
-        f"{row['window']['cr_factor']:.2f}",
+        f"{row['continuation']['cr_factor']:.2f}",  # a prompt may be read before any eviction
         *(f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")),
         *(f"{row[key][0]:.2f} [{row[key][1]:.2f}, {row[key][2]:.2f}]" for key in contexts),
     ]
@@ -246,6 +268,8 @@ def _sweep(args: argparse.Namespace) -> Sweep:
             raise EvaluationError(f"--variants {name}: choose from {', '.join(VARIANTS)}")
         if name in _SAMPLED and args.sampled is None:
             raise EvaluationError(f"--variants {name}: needs --sampled")
+        if name in _EXPORTED and _EXPORTED[name] not in chosen:
+            raise EvaluationError(f"--variants {name}: needs {_EXPORTED[name]} too")
     return Sweep(
         name=args.name,
         root=args.folder or Path("outputs") / f"sweep_{args.name}",

@@ -46,12 +46,22 @@ def test_every_variant_differs_from_the_base_in_its_settings_only(tmp_path: Path
     assert base["stage.retrofit.target_cr"] == 4
     for name, changes in VARIANTS.items():
         given = flat(config(name))
-        differing = {key for key in given if given[key] != base[key]} - {"run.dir"}
+        differing = {key for key in given if given[key] != base.get(key)} - {"run.dir"}
         differing -= {key for key in differing if key.endswith(".lr") and key != "optim.lr"}
         named = {change.partition("=")[0] for change in changes}
+        if "kvzap" in name or name == "trim-kv":  # another method has other constants
+            differing = {"method" if key.startswith("method.") else key for key in differing}
+            named = {"method" if key.startswith("method.") else key for key in named}
+        if "offset" in name:
+            named.add("run.load")
         if "text" in name:
             named = {"data.paths"} | ({"data.weights"} if name == "both-texts" else set())
         assert differing == named, name
+
+
+def test_an_export_alone_has_no_training_numbers(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"tokens": 0, "train/kl": 0.3}))
+    assert module._training(tmp_path / "metrics.jsonl") == {}
 
 
 def test_every_variant_and_the_original_are_measured(tmp_path: Path) -> None:
@@ -61,6 +71,36 @@ def test_every_variant_and_the_original_are_measured(tmp_path: Path) -> None:
         assert compose_evaluation(needles.words()[6:]).task.haystack == "essays.txt"
         assert ("train_" + name in needles.needs) == (name != ORIGINAL)
         assert "wikitext.txt" in made[f"perplexity_{name}"].words()
+
+
+def test_gates_train_as_long_as_the_base(tmp_path: Path) -> None:
+    def steps_of(name: str) -> float:
+        stage = compose(overrides(sweep(tmp_path), name)).stage
+        annealing = (stage.retrofit.target_cr - 1) * stage.retrofit.steps_per_cr
+        return stage.zero_neuron.steps + annealing + stage.hold.steps
+
+    assert steps_of("trim-kv") == steps_of("kvzap") == steps_of("base") == 270
+
+
+def test_a_threshold_exports_the_trained_scorer(tmp_path: Path) -> None:
+    made = {step.name: step for step in steps(sweep(tmp_path))}
+    trained, exported = made["train_kvzap"], made["train_kvzap-offset-3.5"]
+    config = compose(exported.words()[2:])
+    assert exported.needs == ("train_kvzap",)
+    assert config.run.load == str(Path(compose(trained.words()[2:]).run.dir) / "exports/final/hf")
+    assert (config.method.alpha_offset, list(config.stage.run)) == (3.5, ["export"])
+
+
+def test_only_retention_gates_need_a_budget(tmp_path: Path) -> None:
+    made = {step.name: step for step in steps(sweep(tmp_path))}
+    for name in (*VARIANTS, ORIGINAL):
+        policy = compose_evaluation(made[f"needles_{name}"].words()[6:]).policy
+        words = made[f"perplexity_{name}"].words()
+        options = [words[at + 1] for at, word in enumerate(words) if word.startswith("--policy")]
+        if name == "trim-kv":
+            assert (policy.name, policy.cr, options) == ("trim_kv", 4, ["trim_kv", "cr=4"])
+        else:
+            assert (policy.name, policy.cr, options) == ("auto", None, ["auto"])
 
 
 def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +115,12 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     train = tmp_path / "base" / "train"
     train.mkdir(parents=True)
     (train / "metrics.jsonl").write_text("\n".join(map(json.dumps, logged)))
-    found = {"model": {"window": measured, "continuation": measured | {"perplexity": 18.0}}}
+    found = {
+        "model": {
+            "window": measured,
+            "continuation": measured | {"perplexity": 18.0, "cr_factor": 4.1},
+        }
+    }
     (tmp_path / "base" / "perplexity.json").write_text(json.dumps(found))
     (tmp_path / "state").mkdir()
     for kind in ("perplexity", "needles"):
@@ -86,7 +131,7 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert row["overrides"] == ["optim.lr=1e-4"]
     assert (row["tokens"], row["kl"], row["cr"]) == (500, 0.25, 4.5)
     assert table({"rows": [row]}).splitlines()[-1] == (
-        "| base | 0.0 | 0.2500 | 4.20 | 20.00 | 18.00 |"
+        "| base | 0.0 | 0.2500 | 4.10 | 20.00 | 18.00 |"
     )
 
 
@@ -101,8 +146,12 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
             "toy --model . --held-out . --haystack . --plain x --variants base,both-texts",
             "--sampled",
         ),
+        (
+            "toy --model . --held-out . --haystack . --plain x --variants kvzap-offset-4",
+            "needs kvzap",
+        ),
     ],
-    ids=["no name", "no model", "no text", "no variant", "no sampled text"],
+    ids=["no name", "no model", "no text", "no variant", "no sampled text", "no scorer"],
 )
 def test_a_missing_choice_is_named(words: str, told: str, capsys) -> None:
     assert module.main(words.split()) == 2
