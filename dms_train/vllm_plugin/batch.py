@@ -22,7 +22,7 @@ from dms_train.vllm_plugin.single_graphs import MOST, SingleGraphs
 
 
 class StepInputs:
-    """Cache rows and RoPE of a step, in memory that never moves.
+    """Cache rows, RoPE and pages of a step, in memory that never moves.
 
     Args:
         tables: RoPE of each layer by position, [positions, d]: cosines, then sines. Layers with the
@@ -32,6 +32,7 @@ class StepInputs:
 
     Attributes:
         rows: int64 [requests], cache rows of the requests; -1 after the last one.
+        pages: int32 [requests], pages that the requests hold after the step; -1 after a fault.
         angles: [k, tokens, 2, d], cosines and sines of the tokens, both halves alike, for each of
             the k different tables.
         table_of: Index of the table of each layer.
@@ -44,6 +45,7 @@ class StepInputs:
         self._tables = [table.unflatten(1, (2, -1)) for table in different.values()]
         first = tables[0]
         self.rows = torch.full((requests,), -1, dtype=torch.int64, device=first.device)
+        self.pages = torch.zeros_like(self.rows, dtype=torch.int32)
         self.angles = first.new_empty(len(different), tokens, 2, first.shape[1])
 
     def set_rows(self, rows: Tensor) -> None:
@@ -133,7 +135,7 @@ class BatchAttention:
     Attributes:
         cache: The cache.
         graphs: Graphs of the cache, for a batch with parts.
-        inputs: Rows of the requests. The first layer writes the angles.
+        inputs: Rows of the requests. The first layer writes the angles, the last one the pages.
         position: int64 [t]; for a captured step, in vLLM's buffer.
         singles: Number of requests with one token, padding included; they come first.
         parts: All other requests.
@@ -168,6 +170,9 @@ class BatchAttention:
             self._decode(layer, query, key, value, output)
         for part in self.parts:
             self._prefill(layer, part, query, key, value, output)
+        if layer == len(self.inputs.table_of) - 1:  # a replay counts them without the host
+            requests = slice(self.singles + len(self.parts))
+            self.inputs.pages[requests] = self.cache.held_pages(self.inputs.rows[requests])
 
     def _decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor

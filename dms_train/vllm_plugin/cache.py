@@ -122,9 +122,9 @@ class GrantedCache(PagedKVCache):
         """Return the pages that rows hold in all layers, int32 [b]; -1 after a fault.
 
         Args:
-            rows: Integers [b].
+            rows: int64 [b].
         """
-        pages = self.lists.pages(self.lists.lengths[:, rows.long()]).sum((0, 2), dtype=torch.int32)
+        pages = self.lists.pages(self.lists.lengths[:, rows]).sum((0, 2), dtype=torch.int32)
         return torch.where(self.pool.free.fault > 0, -1, pages)
 
 

@@ -129,8 +129,9 @@ class CreditManager(SingleTypeKVCacheManager):
         account.pages, account.seen = pages, seen
         needed = self._bound(account, account.scheduled)
         surplus = account.blocks[needed:]
-        del account.blocks[needed:]
-        self.block_pool.free_blocks(reversed(surplus))
+        if surplus:  # rare, and an empty list takes vLLM as long as the rest of this function
+            del account.blocks[needed:]
+            self.block_pool.free_blocks(reversed(surplus))
 
     def counts(self) -> CacheCounts:
         """Count what all requests hold by their last reports."""

@@ -56,7 +56,10 @@ class DMSScheduler(Scheduler):
 
     def _tokens_that_fit(self) -> int:
         """Return the most tokens of the next step; 0 to wait for reports."""
-        free = self._manager.block_pool.get_num_free_blocks()
+        free, size = self._manager.block_pool.get_num_free_blocks(), self._manager.block_size
+        # looking at each request takes time; one more token of it needs two blocks at most
+        if (free - 2 * len(self.running)) * size >= self._most_tokens:
+            return self._most_tokens
         growing = [r for r in self.running if not _is_complete(r)]
         needed = sum(
             self._manager.get_num_blocks_to_allocate(r.request_id, r.num_computed_tokens + 1)
@@ -64,7 +67,7 @@ class DMSScheduler(Scheduler):
         )
         if needed > free and self._expected:
             return 0
-        room = max(0, free - needed) * self._manager.block_size
+        room = max(0, free - needed) * size
         return min(self._most_tokens, room + len(growing))
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:

@@ -11,7 +11,6 @@ from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from dms_train.vllm_plugin.batch import StepGraphs, StepInputs, batch_attention, compile_steps
-from dms_train.vllm_plugin.cache import GrantedCache
 
 
 class ReportingSampler:
@@ -21,11 +20,11 @@ class ReportingSampler:
 
     Args:
         sampler: Sampler of vLLM.
-        cache: The cache.
+        pages: Pages of each request of a step; the next step overwrites them.
     """
 
-    def __init__(self, sampler: Any, cache: GrantedCache) -> None:
-        self._sampler, self._cache = sampler, cache
+    def __init__(self, sampler: Any, pages: Tensor) -> None:
+        self._sampler, self._pages = sampler, pages
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
@@ -33,7 +32,7 @@ class ReportingSampler:
     def __call__(self, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample as vLLM does."""
         output = self._sampler(logits, input_batch, *args, **kwargs)
-        output.num_nans = most_of_ranks(self._cache.held_pages(input_batch.idx_mapping))
+        output.num_nans = most_of_ranks(self._pages[: len(input_batch.idx_mapping)].clone())
         return output
 
 
@@ -140,4 +139,4 @@ class DMSModelState(DefaultModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
         """Wrap the sampler."""
-        return ReportingSampler(sampler, self._cache), None
+        return ReportingSampler(sampler, self._inputs.pages), None

@@ -33,6 +33,7 @@ _OPTIONS = ("allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod")
 @functools.cache
 def leave_out_idle_work() -> None:
     """For all kernels of this process; nothing changes where triton is built otherwise."""
+    _index_by_item()
     _find_functions_once()
     _replace_functions_once()
     _read_signatures_once()
@@ -59,6 +60,17 @@ def round_fp8_to_nearest() -> None:
         return limited.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     interpreter._convert_float = rounded
+
+
+def _index_by_item() -> None:
+    """Let scalars be an index; Triton 3.6 takes an array of one element, which numpy refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 def _has_parameters(function: Any, *names: str) -> bool:

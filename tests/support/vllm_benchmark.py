@@ -21,7 +21,6 @@ _ON_CPU = {
 
 def main() -> None:
     vllm_cpu.pretend_gpu()
-    vllm_cpu.index_by_item()
     vllm_cpu.leave_out_idle_work()
     vllm_cpu.pretend_platform()
     words = sys.argv

@@ -13,11 +13,9 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import triton.backends
-from triton.runtime import interpreter
 
 from tests.support.interpreter import leave_out_idle_work, round_fp8_to_nearest
 
@@ -73,21 +71,9 @@ class _NoProfiler:
         pass
 
 
-def index_by_item() -> None:
-    """Let the interpreter's scalars be an index; numpy refuses arrays of one element."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-
-
 def main() -> None:
     folder = Path(sys.argv[2])
     pretend_gpu()
-    index_by_item()
     leave_out_idle_work()
     round_fp8_to_nearest()
     pretend_platform()

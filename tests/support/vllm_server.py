@@ -12,7 +12,6 @@ import tempfile
 from tests.support import vllm_cpu
 
 vllm_cpu.pretend_gpu()
-vllm_cpu.index_by_item()
 vllm_cpu.leave_out_idle_work()
 vllm_cpu.pretend_platform()
 

@@ -157,11 +157,19 @@ def assert_true(cache, requests, batch, output, tolerance=1e-5):
     assert used + int(cache.pool.free.left) == PAGES
 
 
+def true_pages(requests, rows):
+    """Count the pages of the live tokens of requests."""
+    live = [TRUTH[row][1][..., requests.seen[row] - 1] for row in rows]
+    return [int((-(-lists // PAGE)).sum()) for lists in live]
+
+
 def test_mixed_batches_attend_to_the_visible_tokens():
     cache, inputs, requests = new_cache(), new_inputs(), Requests()
     for batch in BATCHES:
         output = run_eager(cache, inputs, requests, batch)
         assert_true(cache, requests, batch, output)
+        pages = true_pages(requests, [row for row, _ in batch])
+        assert inputs.pages[: len(batch)].tolist() == pages
     assert int(cache.lists.lengths[:, 1].sum()) < 0.8 * requests.seen[1] * LAYERS * HEADS
 
 
@@ -202,7 +210,7 @@ class Captured:
 def addresses(cache, inputs):
     free = cache.pool.free
     kept = [*cache.view(0)[:4], free.numbers, free.left, free.fault, free.holders]
-    return [x.data_ptr() for x in (*kept, inputs.rows, inputs.angles)]
+    return [x.data_ptr() for x in (*kept, inputs.rows, inputs.angles, inputs.pages)]
 
 
 def test_replays_of_one_step_attend_to_the_visible_tokens():
@@ -215,6 +223,7 @@ def test_replays_of_one_step_attend_to_the_visible_tokens():
         output = step.run(requests, rows)
         assert_true(cache, requests, [(row, 1) for row in rows], output)
         assert not output[:, len(rows) :].any()
+        assert inputs.pages[: len(rows)].tolist() == true_pages(requests, rows)
     mixed = [(2, 1), (4, 7)]  # with a prompt, between replays
     assert_true(cache, requests, mixed, run_eager(cache, inputs, requests, mixed))
     assert_true(cache, requests, [(4, 1), (2, 1)], step.run(requests, [4, 2]))

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from dms_train.export.writer import write_export
 from dms_train.families import LayerAttention
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.interop.conftest import ours
-from tests.support.vllm_cpu import index_by_item
 from tests.unit.inference.conftest import (
     random_ids,
     small_spec,
@@ -173,11 +171,9 @@ def test_replays_of_captured_steps_leave_lists_as_long(served, replayed):
 FP8 = {**OPTIONS, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8"}  # no prompt in chunks
 
 
-def test_fp8_pages_give_the_tokens_of_the_own_engine(in_vllm, served, monkeypatch):
+def test_fp8_pages_give_the_tokens_of_the_own_engine(in_vllm, served):
     model = served["llama-dms"].model
     (result,) = in_vllm("generate", [job(model, options=FP8)])
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", interpreter._patch_lang_tensor)
-    index_by_item()
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     engine = LLM(model, dtype="float32", cache_dtype="fp8", kernels="triton", page_slots=16)
     expected = [o.outputs[0].token_ids for o in engine.generate(PROMPTS, params)]
