@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, NamedTuple
 
 from dms_train.families import FAMILIES, LayerAttention, ModelFamily
-from dms_train.families.base import FULL, SLIDING, ExpertKeys
+from dms_train.families.base import ExpertKeys
+from dms_train.families.decoder.layer_types import FULL, SLIDING
 from dms_train.hf.errors import HFError
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values

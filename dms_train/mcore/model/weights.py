@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dms_train.families import ParameterMap
-from dms_train.families.base import LOCAL_EXPERTS
+from dms_train.families.decoder.parameters import LOCAL_EXPERTS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import is_finite
 from dms_train.hf.errors import HFError
