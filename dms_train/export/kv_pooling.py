@@ -21,10 +21,11 @@ from dms_train.export.writer import write_export
 from dms_train.families.decoder.tensors import layer_tensors
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.errors import HFError
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.observe.log import logger
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

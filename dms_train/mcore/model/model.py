@@ -25,9 +25,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dms_train.hf.architecture import Architecture, Rope, RopeScaling
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.embeddings import embedding_scale
-from dms_train.hf.rope import yarn_frequencies
+from dms_train.hf.rope import Rope, RopeScaling
+from dms_train.hf.yarn import yarn_frequencies
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses

@@ -9,7 +9,7 @@ import pytest
 
 from dms_train.config.build import ConfigError
 from dms_train.families import FAMILIES, LayerAttention
-from dms_train.hf.architecture import Experts
+from dms_train.hf.experts import Experts
 from dms_train.method.spec import PRESETS
 from dms_train.planning import divide
 from dms_train.planning.check import check
