@@ -29,10 +29,11 @@ import torch
 
 from benchmarks.benchmark import Args, Benchmark
 from benchmarks.tables import field, table
-from dms_train.hf.architecture import Architecture, to_hf_config
-from dms_train.hf.directory import WeightWriter
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.config_json import to_hf_config
 from dms_train.hf.json_files import write_json
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_writer import WeightWriter
 
 _TOOLS = "dms_train.checkpoints_tools"
 _ANONYMOUS = re.compile(r"^Pss_Anon:\s+(\d+) kB", re.MULTILINE)

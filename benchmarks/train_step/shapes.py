@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.records import ROOT
 from dms_train.cli.config_source import compose
-from dms_train.hf.architecture import Architecture, RopeScaling
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.rope import RopeScaling
 from dms_train.mcore.options import Trainable
 from dms_train.method.spec import PRESETS
 from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token

@@ -21,8 +21,9 @@ from dms_train.export.card import EARLY_STOP, TRAINING_DATA
 from dms_train.export.writer import check_replaceable
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.typed import typed
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints.state import ADAPTERS

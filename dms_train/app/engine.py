@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dms_train.app.preparation import Prepared
 from dms_train.app.start_point import load_start
-from dms_train.hf.directory import WeightReader
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights

@@ -16,10 +16,10 @@ from dms_train.export.card import EARLY_STOP
 from dms_train.export.writer import check_replaceable, partial_directory, write_export
 from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import dtype_name
 from dms_train.hf.formats.peft import FORMAT as PEFT
 from dms_train.hf.gguf_directory import read_gguf_record
 from dms_train.hf.selftest import SelfTest
+from dms_train.hf.tensor_values import dtype_name
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.engine import McoreEngine
 from dms_train.method.accounting import cr_factor

@@ -16,7 +16,7 @@ from dms_train.app.start_point import StartPoint, described_model
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import bin_hashes, check_hash, file_sha256, idx_hashes, read_manifest
-from dms_train.hf.directory import WeightReader
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints.state import read_state
 from dms_train.mcore.errors import CheckpointError

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dms_train.hf.directory import WeightReader, read_architecture
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.formats import Stated, read_provenance, read_stated
 from dms_train.hf.formats.registry import MARKER_FILE
 from dms_train.hf.gguf_directory import is_gguf, read_gguf_record
@@ -16,6 +16,7 @@ from dms_train.hf.gguf_model import GgufModel
 from dms_train.hf.json_files import read_json
 from dms_train.hf.selftest import REFERENCE
 from dms_train.hf.typed import typed
+from dms_train.hf.weight_reader import WeightReader
 
 RUN_STATE = "run_state.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")

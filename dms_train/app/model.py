@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dms_train.config.build import ConfigError
-from dms_train.hf.architecture import Architecture, from_hf_config
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.config_json import from_hf_config
+from dms_train.hf.directory import resolve
 from dms_train.hf.gguf_directory import is_gguf, read_gguf_config
 from dms_train.hf.json_files import read_config
 from dms_train.hf.options import ModelOptions
@@ -31,8 +33,6 @@ def _stated(model: ModelOptions) -> Architecture:
         if is_gguf(directory):
             return from_hf_config(read_gguf_config(directory))
         if not (directory / "config.json").is_file():
-            from dms_train.hf.directory import resolve  # imports torch, absent on a login node
-
             directory = resolve(
                 model.path, revision=model.revision, local_files_only=model.local_files_only
             )

@@ -12,8 +12,9 @@ from dms_train.config.build import ConfigError, build_dataclass
 from dms_train.config.schema import RunConfig
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import AdapterBase
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.limits import AUTO
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints.state import STATE_FILE, require_adapters

@@ -15,8 +15,9 @@ from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.teacher_logits import StoredTeacher, stored_samples, write_part
-from dms_train.hf.architecture import Architecture, RopeScaling
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.json_files import read_json, write_json
+from dms_train.hf.rope import RopeScaling
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.groups import ParallelView

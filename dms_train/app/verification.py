@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dms_train.hf.directory import WeightReader
 from dms_train.hf.formats import read_spec
 from dms_train.hf.json_files import read_config
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.typed import typed
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.method.losses import kl_teacher_student
 
 

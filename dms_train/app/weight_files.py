@@ -14,14 +14,16 @@ from dms_train.hf.adapter import (
     adapter_config,
     adapter_metadata,
 )
-from dms_train.hf.directory import SHARD_BYTES, dtype_name, name_shards, save_tensors, write_shard
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import AdapterBase
 from dms_train.hf.json_files import write_json
+from dms_train.hf.safetensors_files import save_tensors
 from dms_train.hf.side_files import ADAPTER_CONFIG
 from dms_train.hf.stored import stored_shapes
 from dms_train.hf.stored_tensors import to_stored
+from dms_train.hf.tensor_values import dtype_name
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_writer import SHARD_BYTES, name_shards, write_shard
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.model.low_rank import AdapterTensors

@@ -52,6 +52,21 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="the original model: directory or hub id in the local cache",
     )
     parser.add_argument("--output", required=True, type=Path, help="folder to write the report to")
+    _add_text(parser)
+    _add_problems(parser)
+    parser.add_argument(
+        "--window-only",
+        action="store_true",
+        help="also measure a control: the original with only its sliding window",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto (prefers a GPU), cpu, cuda or cuda:1"
+    )
+    add_memory(parser.add_argument)
+    return parser.parse_args(arguments)
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group(
         "held-out text", "the validation split of a run, cut as that run cut it"
     )
@@ -65,6 +80,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     text.add_argument("--samples", type=int, default=64, help="number of samples (%(default)s)")
     text.add_argument("--seed", type=int, default=1234, help="run.seed of the run (%(default)s)")
+
+
+def _add_problems(parser: argparse.ArgumentParser) -> None:
     exam = parser.add_argument_group("problems", "prompts with known answers, decoded greedily")
     exam.add_argument("--problems", metavar="FILE", help="JSON lines of prompts and answers")
     exam.add_argument("--max-problems", type=int, default=400, help="limit (%(default)s)")
@@ -79,16 +97,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     exam.add_argument(
         "--max-num-seqs", type=int, default=100, help="concurrent sequences (%(default)s)"
     )
-    parser.add_argument(
-        "--window-only",
-        action="store_true",
-        help="also measure a control: the original with only its sliding window",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="auto (prefers a GPU), cpu, cuda or cuda:1"
-    )
-    add_memory(parser.add_argument)
-    return parser.parse_args(arguments)
 
 
 def _options(args: argparse.Namespace) -> ValidateOptions:

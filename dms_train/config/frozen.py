@@ -11,7 +11,7 @@ import yaml
 from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import SANDBOX
-from dms_train.hf.architecture import RopeScaling
+from dms_train.hf.rope import RopeScaling
 from dms_train.mcore.options import PLAIN_LORA
 from dms_train.method.spec import DEFAULT_METHOD, KIND, PRESETS
 from dms_train.observe.state_files import current_stage

@@ -164,7 +164,8 @@ def make_shard(job: ContinuationJob, speed: Speed | None = None) -> Manifest:
 def _describe(job: ContinuationJob) -> _Model:
     # not at the top of the file, because they import torch and `dms-data --help` must start fast
     from dms_train.evaluation.scaling.run import model_hash
-    from dms_train.hf.directory import WeightReader, read_architecture
+    from dms_train.hf.directory import read_architecture
+    from dms_train.hf.weight_reader import WeightReader
     from dms_train.inference.cache_builder import longest_sequence
     from dms_train.inference.tokenizer import read_stop_ids
 

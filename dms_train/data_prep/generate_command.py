@@ -139,30 +139,13 @@ def _run(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.workers)
     engine = replace(engine_options(args), device=resolve_device(args.device))
     model = resolve(args.model)
-    template = None if args.chat_template is None else read_text(args.chat_template)
-    prompts = PromptOptions(
-        tokenizer=str(model),
-        column=args.column,
-        chat=args.chat,
-        suffix=args.suffix,
-        beginning=args.beginning and args.beginning._replace(seed=args.seed),
-        answer_column=args.answer_column,
-        chat_template=template,
-        variables=tuple(args.template_variable),
-    )
+    prompts = _prompts(args, model)
     job = ContinuationJob(
         model=model,
         output=args.output,
         rows=_rows(args, prompts),
         prompts=prompts,
-        sampling=SamplingParams(
-            n=args.continuations,
-            max_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            seed=args.seed,
-        ),
+        sampling=_sampling(args),
         engine=engine,
         loss_on=LossOn(args.loss_on),
         append_eod=args.append_eod,
@@ -179,6 +162,31 @@ def _run(args: argparse.Namespace) -> None:
     report_shard(shard_prefix(job.output, job.shard), manifest, counted)
     if speed.tokens:
         print(speed.line("CPU" if engine.device == "cpu" else "GPU"))
+
+
+def _prompts(args: argparse.Namespace, model: Path) -> PromptOptions:
+    template = None if args.chat_template is None else read_text(args.chat_template)
+    return PromptOptions(
+        tokenizer=str(model),
+        column=args.column,
+        chat=args.chat,
+        suffix=args.suffix,
+        beginning=args.beginning and args.beginning._replace(seed=args.seed),
+        answer_column=args.answer_column,
+        chat_template=template,
+        variables=tuple(args.template_variable),
+    )
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        n=args.continuations,
+        max_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
 
 
 def _model_name(model: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.hf.directory import WeightReader
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.inference.devices import require_device
 from dms_train.inference.errors import InferenceError
 

@@ -141,23 +141,13 @@ def render(
             `POOLED_FROM` are read.
         code_files: Names of the export's code files for transformers.
     """
-    front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}
-    if base.hub_id is not None:
-        front["base_model"] = base.hub_id
-    front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if compressed is not None:
-        front["tags"] = _tags(compressed[0].spec)
-    no_base = "none: trained from scratch" if "model" in provenance else UNKNOWN
-    origin = [
-        ("base model", base.name or no_base),
-        ("licence of the base model", base.license if base.name else no_base.partition(":")[0]),
-        ("family", architecture.family),
-        *([] if base.converted is None else [("weights of the base model", base.converted)]),
-    ]
+    origin = [*_origin(base, provenance), ("family", architecture.family)]
+    if base.converted is not None:
+        origin.append(("weights of the base model", base.converted))
     pooled_from = provenance.get(POOLED_FROM)
     training_data = _training_data(provenance.get(TRAINING_DATA, []))
     title = Path(base.name).name if base.name else f"A {architecture.family} model"
-    sections = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---"]
+    sections = [_header(base, None if compressed is None else compressed[0].spec)]
     if compressed is None:
         sections += [
             f"# {title}",
@@ -182,6 +172,26 @@ def render(
             _loading(code_files, layout),
         ]
     return "\n\n".join(sections) + "\n"
+
+
+def _header(base: BaseModel, spec: MethodSpec | None) -> str:
+    """Write the YAML block at the top of a card."""
+    front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}
+    if base.hub_id is not None:
+        front["base_model"] = base.hub_id
+    front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if spec is not None:
+        front["tags"] = _tags(spec)
+    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---"
+
+
+def _origin(base: BaseModel, provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows that name the base model and its licence."""
+    no_base = "none: trained from scratch" if "model" in provenance else UNKNOWN
+    return [
+        ("base model", base.name or no_base),
+        ("licence of the base model", base.license if base.name else no_base.partition(":")[0]),
+    ]
 
 
 def _pooled(architecture: Architecture, before: int) -> str:

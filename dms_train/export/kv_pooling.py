@@ -18,13 +18,14 @@ from torch import Tensor
 
 from dms_train.export.card import POOLED_FROM
 from dms_train.export.writer import write_export
-from dms_train.families import FAMILIES
+from dms_train.families.decoder.tensors import layer_tensors
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.errors import HFError
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.observe.log import logger
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -73,7 +74,7 @@ def pooled_weights(
         architecture: Architecture of that model.
         kv_heads: KV heads afterwards.
     """
-    dimensions = FAMILIES[architecture.family].layer_tensors(architecture.num_experts)
+    dimensions = layer_tensors(architecture.described, architecture.num_experts)
     of_kv_heads = tuple(name for name, of in dimensions.items() if of[0] == "key")
     for name in expected_shapes(architecture):
         tensor = reader.get(name)

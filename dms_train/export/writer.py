@@ -17,16 +17,18 @@ from dms_train.export.card import CARD_FILE, read_base, render
 from dms_train.export.code_files import shipped_code, transformers_keys
 from dms_train.export.tokenizer import NO_TOKENIZER, copy_tokenizer, has_tokenizer
 from dms_train.hf import durable
-from dms_train.hf.architecture import Architecture, to_hf_config
-from dms_train.hf.directory import WeightWriter, dtype_name, is_finite
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.config_json import to_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import AdapterBase, ExportedModel, ExportFormat, check_export, find_format
 from dms_train.hf.formats.registry import DENSE, MARKER_FILE
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.stored_tensors import to_stored
+from dms_train.hf.tensor_values import dtype_name, is_finite
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
+from dms_train.hf.weight_writer import WeightWriter
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import OPTIONS
 

@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dms_train.families.base import (
-    FULL,
-    SLIDING,
-    LayerAttention,
-    LayerKeys,
-    ModelFamily,
-    Refusal,
-    local_base,
-    refuse_local_rope,
-    refuse_sliding,
-)
+from dms_train.families.base import LayerAttention, LayerKeys, ModelFamily, Refusal
+from dms_train.families.decoder.layer_types import FULL, SLIDING, periodic_kinds, refuse_period
+from dms_train.families.decoder.windows import local_base, refuse_local_rope, refuse_sliding
 
 # Defaults of transformers' Gemma3TextConfig.
-_PERIOD, _WINDOW, _LOCAL_BASE = 6, 4096, 10000.0
+_WINDOW, _LOCAL_BASE = 4096, 10000.0
+_PERIOD = "sliding_window_pattern", 6
 
 
 def _kinds(config: Mapping[str, Any]) -> Any:
     """Return `layer_types`, or what transformers derives from `sliding_window_pattern`."""
-    stated = config.get("layer_types")
-    if stated is not None:
-        return stated
-    period = config.get("sliding_window_pattern", _PERIOD)
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return [SLIDING if layer % period else FULL for layer in layers]
+    return periodic_kinds(config, config.get(*_PERIOD))
 
 
 def _base(config: Mapping[str, Any]) -> Any:
@@ -38,9 +26,9 @@ def _base(config: Mapping[str, Any]) -> Any:
 
 def _refuse(config: Mapping[str, Any]) -> Refusal | None:
     """Refuse windows and RoPE that `_read` cannot read, and models without a global layer."""
-    period = config.get("sliding_window_pattern", _PERIOD)
-    if type(period) is not int or period < 1:
-        return Refusal("sliding_window_pattern", period, "state a whole number above 0")
+    refusal = refuse_period(config, *_PERIOD)
+    if refusal is not None:
+        return refusal
     window, older = config.get("sliding_window", _WINDOW), config.get("rope_local_base_freq")
     refusal = refuse_sliding(config, _kinds(config), window)
     if refusal is None:

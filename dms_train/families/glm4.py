@@ -1,6 +1,7 @@
 """GLM-4: RoPE turns neighbouring channels of the first half of each head."""
 
-from dms_train.families.base import FUSED_MLP, ModelFamily
+from dms_train.families.base import ModelFamily
+from dms_train.families.decoder.joined_modules import FUSED_MLP
 
 FAMILY = ModelFamily(
     name="glm4",

@@ -7,28 +7,24 @@ from functools import partial
 from typing import Any
 
 from dms_train.families.base import (
-    FULL,
     GATE_ALPHA,
     GATE_LIMIT,
-    SLIDING,
     ExpertKeys,
     LayerAttention,
     LayerKeys,
     ModelFamily,
     Refusal,
-    refuse_sliding,
-    write_sliding,
 )
+from dms_train.families.decoder.layer_types import SLIDING, periodic_kinds
+from dms_train.families.decoder.windows import refuse_sliding, write_sliding
 
-_WINDOW = 128  # default of transformers' GptOssConfig
+# Defaults of transformers' GptOssConfig.
+_PERIOD, _WINDOW = 2, 128
 
 
 def _kinds(config: Mapping[str, Any]) -> Any:
     """Return `layer_types`, or the types that transformers gives to the layers."""
-    stated = config.get("layer_types")
-    if stated is not None:
-        return stated
-    return [FULL if layer % 2 else SLIDING for layer in range(config["num_hidden_layers"])]
+    return periodic_kinds(config, _PERIOD)
 
 
 def _refuse(config: Mapping[str, Any]) -> Refusal | None:

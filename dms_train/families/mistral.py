@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from dms_train.families.base import ModelFamily, refuse_short_window
+from dms_train.families.base import ModelFamily
+from dms_train.families.decoder.windows import refuse_short_window
 
 FAMILY = ModelFamily(
     name="mistral",

@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from dms_train.families.base import (
-    FULL,
-    SLIDING,
-    LayerAttention,
-    LayerKeys,
-    ModelFamily,
-    Refusal,
+from dms_train.families.base import LayerAttention, LayerKeys, ModelFamily, Refusal
+from dms_train.families.decoder.layer_types import SLIDING, periodic_kinds
+from dms_train.families.decoder.windows import (
     local_base,
     refuse_local_rope,
     refuse_sliding,
@@ -25,11 +21,7 @@ _PERIOD, _WINDOW, _BASE = 4, 4096, 500000.0
 
 def _kinds(config: Mapping[str, Any]) -> Any:
     """Return `layer_types`, or the types that transformers gives to the layers."""
-    stated = config.get("layer_types")
-    if stated is not None:
-        return stated
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return [SLIDING if layer % _PERIOD else FULL for layer in layers]
+    return periodic_kinds(config, _PERIOD)
 
 
 def _refuse(config: Mapping[str, Any]) -> Refusal | None:

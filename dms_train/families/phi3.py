@@ -1,6 +1,8 @@
 """Phi-4, and Phi-3 without sliding window: files with joined projections."""
 
-from dms_train.families.base import FUSED_MLP, FUSED_QKV, ModelFamily, refuse_short_window
+from dms_train.families.base import ModelFamily
+from dms_train.families.decoder.joined_modules import FUSED_MLP, FUSED_QKV
+from dms_train.families.decoder.windows import refuse_short_window
 
 FAMILY = ModelFamily(
     name="phi3",

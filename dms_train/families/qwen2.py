@@ -1,6 +1,7 @@
 """Qwen2, Qwen2.5 and the R1 models distilled into them."""
 
-from dms_train.families.base import WINDOWED_LAYERS, ModelFamily, refuse_windows
+from dms_train.families.base import ModelFamily
+from dms_train.families.decoder.windows import WINDOWED_LAYERS, refuse_windows
 
 FAMILY = ModelFamily(
     name="qwen2",

@@ -1,6 +1,7 @@
 """Qwen3, the dense models."""
 
-from dms_train.families.base import WINDOWED_LAYERS, ModelFamily, refuse_windows
+from dms_train.families.base import ModelFamily
+from dms_train.families.decoder.windows import WINDOWED_LAYERS, refuse_windows
 
 FAMILY = ModelFamily(
     name="qwen3",

@@ -1,6 +1,8 @@
 """Qwen3.5, the dense language models: linear attention in three of four layers."""
 
-from dms_train.families.base import LINEAR_LAYERS, LINEAR_PARTS, ModelFamily, refuse_linear
+from dms_train.families.base import ModelFamily
+from dms_train.families.decoder.joined_modules import LINEAR_PARTS
+from dms_train.families.decoder.linear_layers import LINEAR_LAYERS, refuse_linear
 
 FAMILY = ModelFamily(
     name="qwen3_5_text",

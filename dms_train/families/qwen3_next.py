@@ -1,13 +1,8 @@
 """Qwen3-Next: linear attention in three of four layers, and a mixture of experts everywhere."""
 
-from dms_train.families.base import (
-    LINEAR_LAYERS,
-    LINEAR_PARTS,
-    LINEAR_PARTS_BY_HEAD,
-    ExpertKeys,
-    ModelFamily,
-    refuse_linear,
-)
+from dms_train.families.base import ExpertKeys, ModelFamily
+from dms_train.families.decoder.joined_modules import LINEAR_PARTS, LINEAR_PARTS_BY_HEAD
+from dms_train.families.decoder.linear_layers import LINEAR_LAYERS, refuse_linear
 
 FAMILY = ModelFamily(
     name="qwen3_next",

@@ -12,13 +12,13 @@ _NOT_FAMILIES = ("base", "registry")
 
 
 def _found() -> dict[str, ModelFamily]:
-    names = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    modules = {
-        name: importlib.import_module(f"{__package__}.{name}")
+    files = pkgutil.iter_modules([str(Path(__file__).parent)])
+    names = sorted(file.name for file in files if not file.ispkg)
+    return {
+        name: importlib.import_module(f"{__package__}.{name}").FAMILY
         for name in names
         if name not in _NOT_FAMILIES
     }
-    return {name: module.FAMILY for name, module in modules.items()}
 
 
 FAMILIES: dict[str, ModelFamily] = _found()

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dms_train.families.base import LayerAttention, LayerKeys, ModelFamily, Refusal
+from dms_train.families.decoder.layer_types import refuse_period
 
-_INTERVAL = 4  # default of transformers' `no_rope_layer_interval`
+_INTERVAL = "no_rope_layer_interval", 4  # key, and its default in transformers
 
 
 def _rotated(config: Mapping[str, Any]) -> Any:
@@ -13,15 +14,15 @@ def _rotated(config: Mapping[str, Any]) -> Any:
     stated = config.get("no_rope_layers")
     if stated is not None:
         return stated
-    interval = config.get("no_rope_layer_interval", _INTERVAL)
+    interval = config.get(*_INTERVAL)
     return [int(layer % interval != 0) for layer in range(1, config["num_hidden_layers"] + 1)]
 
 
 def _refuse(config: Mapping[str, Any]) -> Refusal | None:
     """Refuse anything but a 0 or 1 for every layer."""
-    interval = config.get("no_rope_layer_interval", _INTERVAL)
-    if type(interval) is not int or interval < 1:
-        return Refusal("no_rope_layer_interval", interval, "state a whole number above 0")
+    refusal = refuse_period(config, *_INTERVAL)
+    if refusal is not None:
+        return refusal
     rotated, layers = _rotated(config), config["num_hidden_layers"]
     if not isinstance(rotated, list) or any(type(v) is not int or v not in (0, 1) for v in rotated):
         return Refusal("no_rope_layers", rotated, "state a list of 1 (RoPE) and 0 (none)")

@@ -65,8 +65,8 @@ def convert_gguf(
     """
     import torch
 
-    from dms_train.hf.directory import WeightWriter
     from dms_train.hf.gguf_model import GgufModel
+    from dms_train.hf.weight_writer import WeightWriter
 
     if out.exists():
         raise FileExistsError(17, "exists; choose another folder", str(out))

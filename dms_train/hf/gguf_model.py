@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dms_train.families import FAMILIES, LayerAttention, ModelFamily
-from dms_train.hf.architecture import Architecture, RopeScaling, to_hf_config
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.config_json import to_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.gguf_tokenizer import GgufTokenizer
+from dms_train.hf.rope import RopeScaling
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
@@ -268,7 +270,7 @@ class GgufModel:
         """
         import torch
 
-        from dms_train.hf.directory import is_finite
+        from dms_train.hf.tensor_values import is_finite
 
         sources = self._sources()
         for name, shape in expected_shapes(self.architecture).items():

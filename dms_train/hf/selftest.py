@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dms_train.hf.directory import save_tensors
 from dms_train.hf.errors import HFError
+from dms_train.hf.safetensors_files import save_tensors
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
 

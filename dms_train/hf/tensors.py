@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dms_train.families import FAMILIES
+from dms_train.families.decoder.tensors import layer_tensors
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.typed import typed
 
@@ -26,7 +26,7 @@ def _layer_shapes(a: Architecture, *, linear: bool) -> dict[str, Shape]:
         sizes |= {"linear_key": a.linear.keys, "linear_value": a.linear.values}
         sizes |= {"linear_heads": a.linear.value_heads, "linear_head": a.linear.value_channels}
         sizes |= {"taps": a.linear.taps}
-    named = FAMILIES[a.family].layer_tensors(a.num_experts, linear=linear)
+    named = layer_tensors(a.described, a.num_experts, linear=linear)
     return {name: tuple(sizes[of] for of in dimensions) for name, dimensions in named.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Annotated, Any
 
 from dms_train.hf.options import PRECISIONS
@@ -116,6 +117,17 @@ class ParallelOptions:
         if last is not None:
             layers[-1] = last
         return layers
+
+    def stage_chunks(self, num_layers: int) -> list[list[range]]:
+        """Return the numbers of the layers of each model chunk of each pipeline stage."""
+        vp = self.virtual_pipeline_model_parallel_size or 1
+        sizes = [layers // vp for layers in self.stage_layers(num_layers)]
+        firsts = list(accumulate(sizes, initial=0))
+        total = firsts.pop()
+        return [
+            [range(first + chunk * total, first + chunk * total + size) for chunk in range(vp)]
+            for first, size in zip(firsts, sizes, strict=True)
+        ]
 
     def graph_obstacles(
         self, experts: int = 0, *, linear: bool = False, packed: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.planning.trained import trained_layers
 
 
 def problems(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
@@ -41,26 +42,32 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
         where = f"data.seq_length={length}"
         yield f"{where}: {kind} parallelism needs a multiple of {shards}; change it"
     yield from _split_heads(parallel, architecture)
-    yield from _split_layers(parallel, architecture.num_layers)
+    uneven = list(_split_layers(parallel, architecture.num_layers))
+    yield from uneven or _trains_every_stage(config, architecture)
     yield from _split_experts(parallel, architecture)
-    yield from _trains_every_stage(config, architecture)
 
 
 def _trains_every_stage(config: RunConfig, architecture: Architecture) -> Iterator[str]:
-    """Refuse a pipeline that may have a stage without trained weights."""
-    pp, train = config.parallel.pipeline_model_parallel_size, config.method.train
-    has_windows = any(layer.window for layer in architecture.attention_layers)
-    # the optimizer of a stage without trained weights cannot be saved
-    if train != "all" and architecture.linear is not None and pp > 1:
+    """Refuse a pipeline stage without trained weights, because its optimizer cannot be saved."""
+    parallel, train = config.parallel, config.method.train
+    trained = trained_layers(architecture, train)
+    idle = [
+        stage
+        for stage, chunks in enumerate(parallel.stage_chunks(architecture.num_layers))
+        if not any(layer in chunk for chunk in chunks for layer in trained)
+    ]
+    if idle:
         yield (
-            f"parallel.pipeline_model_parallel_size={pp}: layers with linear attention train "
-            f"nothing with method.train={train}; use 1 or method.train=all"
+            f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "
+            f"stage(s) {_listed(idle)} hold none of the layers {_listed(trained)}, the only ones "
+            f"that method.train={train} trains; use fewer stages or method.train=all, or move "
+            "layers with parallel.num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage"
         )
-    if train == "channel" and has_windows and pp > 1:
-        yield (
-            f"parallel.pipeline_model_parallel_size={pp}: layers with a sliding window train "
-            "nothing with method.train=channel; use 1 or method.train=lora"
-        )
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _split_heads(parallel: ParallelOptions, architecture: Architecture) -> Iterator[str]:

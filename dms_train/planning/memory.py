@@ -129,10 +129,7 @@ class PipelineStage:
     def chunks(self) -> list[range]:
         """Numbers of the layers of each model chunk."""
         m = self.microbatch
-        sizes = [size // self.vp for size in m.parallel.stage_layers(m.architecture.num_layers)]
-        first, total = sum(sizes[: self.rank]), sum(sizes)
-        starts = [first + chunk * total for chunk in range(self.vp)]
-        return [range(start, start + self.layers) for start in starts]
+        return m.parallel.stage_chunks(m.architecture.num_layers)[self.rank]
 
     @property
     def linear_layers(self) -> list[int]:

@@ -32,6 +32,13 @@ class Adapters(NamedTuple):
         return layers * (self.sharded // tp + self.replicated) + method_layers * self.channel
 
 
+def trained_layers(a: Architecture, weights: str) -> list[int]:
+    """Return the numbers of the layers that train with this value of `method.train`."""
+    if weights == "all":
+        return list(range(a.num_layers))
+    return a.method_layers if weights == "channel" else a.cache_layers
+
+
 def attention_weights(a: Architecture, tp: int = 1) -> int:
     """Count a layer's weights and biases of q, k, v and o projections on a tensor-parallel rank."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dms_train.families import FAMILIES
-from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader
+from dms_train.hf.config_json import from_hf_config
 from dms_train.hf.json_files import read_config
 from dms_train.hf.stored_tensors import to_stored
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView

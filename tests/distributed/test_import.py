@@ -13,10 +13,13 @@ from torch import Tensor
 
 from dms_train.app.conversion import import_model, open_engine
 from dms_train.checkpoints_tools.hf_to_megatron import main
-from dms_train.hf.architecture import Experts, to_hf_config
-from dms_train.hf.directory import WeightReader, WeightWriter, read_architecture
+from dms_train.hf.config_json import to_hf_config
+from dms_train.hf.directory import read_architecture
+from dms_train.hf.experts import Experts
 from dms_train.hf.json_files import write_json
 from dms_train.hf.stored import stored_shapes
+from dms_train.hf.weight_reader import WeightReader
+from dms_train.hf.weight_writer import WeightWriter
 from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
 from dms_train.method.spec import PRESETS

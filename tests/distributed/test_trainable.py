@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dms_train.hf.architecture import Architecture
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
@@ -17,7 +18,7 @@ from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
 from tests.support.matrix import FULL_MATRIX
-from tests.support.ranks import values_of_ranks
+from tests.support.ranks import run_ranks, values_of_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -34,6 +35,8 @@ CASES = [("lora", "qwen2", layout) for layout in LAYOUTS]
 CASES += [("lora", "llama", "dp2"), ("lora", "llama", "pp2")]  # one table on both stages
 CASES += [("channel", "qwen2", layout) for layout in ("dp2", "tp2_sp", "cp2")]
 CASES += [("attention", "qwen2", layout) for layout in ("dp2", "tp2_overlap", "pp2")]
+# linear attention, which does not train, before each layer with attention
+CASES += [("attention", "qwen3_5_text", layout) for layout in ("dp2", "pp2")]
 if FULL_MATRIX:
     CASES += [("channel", "qwen2", "tp2"), ("attention", "qwen2", "tp2_sp")]
 SAVED, MERGED = "tp2", "dp2"
@@ -41,8 +44,12 @@ LORA = LoraOptions(rank=2, alpha=8.0)
 RATE = LearningRate(max_lr=1e-2, min_lr=1e-2, steps=3, warmup_steps=0, style="constant")
 
 
-def build(view: ParallelView, train: str, family: str, layout: str) -> McoreEngine:
-    architecture = tiny.architecture(family, num_layers=2)
+def model(family: str) -> Architecture:
+    """Two layers, or two pairs of layers of a hybrid."""
+    return tiny.architecture(family, num_layers=4 if family in tiny.HYBRIDS else 2)
+
+
+def build(view: ParallelView, train: str, architecture: Architecture, layout: str) -> McoreEngine:
     method = PRESETS["dms"].override(window=4, alpha_offset=0.5, alpha_scale=1.0)
     options = TrainEngineOptions(
         parallel=ParallelOptions(**LAYOUTS[layout]),
@@ -88,7 +95,7 @@ def record_twice(engine: McoreEngine, path: Path) -> None:
 def work(out: Path) -> None:
     for train_, family, layout in CASES:
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
-        engine = build(view, train_, family, layout)
+        engine = build(view, train_, model(family), layout)
         train(engine, 0, 2)
         if (train_, family, layout) == ("lora", "qwen2", SAVED):
             engine.save(out / "checkpoint", {})
@@ -104,12 +111,12 @@ def work(out: Path) -> None:
         groups.stop(keep_process_group=True)
     for layout in ("dp2", "pp2"):
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
-        engine = build(view, "lora", "qwen2", layout)
+        engine = build(view, "lora", model("qwen2"), layout)
         engine.load(out / "checkpoint", with_optimizer=True)
         train(engine, 2, 3)
         keep(engine, out / f"resumed-{layout}")
         groups.stop(keep_process_group=True)
-    engine = build(groups.start(ParallelOptions(), seed=1), "all", "qwen2", "dp2")
+    engine = build(groups.start(ParallelOptions(), seed=1), "all", model("qwen2"), "dp2")
     engine.load(out / "weights", with_optimizer=False)
     keep(engine, out / "weights_alone")
     groups.stop()
@@ -133,7 +140,7 @@ def difference(found: Path, expected: Path) -> float:
 def test_layouts_export_the_same_model(out: Path, case: tuple[str, str, str]) -> None:
     kind, family, layout = case
     assert difference(out / f"{kind}-{family}-{layout}", out / f"{kind}-{family}-dp2") < 2e-6
-    a = tiny.architecture(family, num_layers=2)
+    a = model(family)
     source = tiny.SmallEvictionChannels(a, 1, PRESETS["dms"].channel)
     moved = {
         name.split(".")[-2]
@@ -141,6 +148,7 @@ def test_layouts_export_the_same_model(out: Path, case: tuple[str, str, str]) ->
         if not torch.equal(tensor, source.get(name))
     }
     targets = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    targets |= {"gate_proj"} if a.described.output_gate else set()
     assert moved == ({"q_proj"} if kind == "channel" else targets)
     if kind == "attention":
         return
@@ -165,3 +173,20 @@ def test_adapters_are_merged_with_gathered_weights(out: Path) -> None:
     assert difference(out / "weights_alone", out / f"lora-qwen2-{MERGED}") == 0
     recorded = load_file(out / "recorded")
     assert torch.equal(recorded["first"], recorded["second"])
+
+
+def save_untrained_stage(out: Path) -> None:
+    """Train and save a hybrid whose first stage has nothing but linear attention."""
+    view = groups.start(ParallelOptions(**LAYOUTS["pp2"]), seed=1)
+    engine = build(view, "attention", tiny.architecture("qwen3_5_text", num_layers=2), "pp2")
+    train(engine, 0, 1)
+    print("trained", flush=True)
+    engine.save(out, {})
+
+
+def test_a_stage_without_trained_weights_cannot_be_saved(tmp_path: Path) -> None:
+    """`dms_train.planning.divide` refuses such a stage for this reason."""
+    ended = run_ranks(save_untrained_stage, 2, tmp_path / "checkpoint")
+    assert "trained" in ended.stdout
+    assert ended.returncode
+    assert "sharded_state" in ended.stderr

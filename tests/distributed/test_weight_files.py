@@ -18,9 +18,10 @@ from dms_train import app
 from dms_train.app import weight_files
 from dms_train.app.exporter import ModelExporter
 from dms_train.export.writer import partial_directory
-from dms_train.hf.directory import INDEX_FILE, WeightReader
 from dms_train.hf.errors import HFError
+from dms_train.hf.safetensors_files import INDEX_FILE
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from dms_train.data.manifest import read_manifest
 from dms_train.data.reader import ShardReader
-from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.config_json import from_hf_config
 from dms_train.hf.tensors import expected_shapes
 from tests.support import launch
 from tests.support.commands import write_commands

@@ -25,7 +25,8 @@ import torch
 
 from dms_train.data_prep.prepare import main as dms_data
 from dms_train.export.writer import write_export
-from dms_train.hf.architecture import Architecture, RopeScaling
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.rope import RopeScaling
 from dms_train.hf.tensors import expected_shapes
 from tests.support import launch
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dms_train.data.batches import Batch
-from dms_train.hf.architecture import Architecture, to_hf_config
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.config_json import to_hf_config
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from tests.support import tiny

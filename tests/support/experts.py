@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dms_train.families import FAMILIES
-from dms_train.hf.architecture import Experts
+from dms_train.hf.experts import Experts
 
 
 def experts_of(family: str) -> Experts | None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.config_json import from_hf_config
 from dms_train.hf.tensors import expected_shapes
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from dms_train.hf.architecture import Architecture, LinearAttention
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.linear_attention import LinearAttention
 
 
 def sizes_of(family: str, key_heads: int = 2) -> LinearAttention | None:

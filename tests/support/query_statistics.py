@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dms_train.hf.architecture import Rope
+from dms_train.hf.rope import Rope
 from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.policies.triattention import QueryStatistics
 from tests.unit.inference.conftest import tiny_architecture

@@ -11,7 +11,8 @@ from typing import Any
 from dms_train.app import collectives
 from dms_train.config.schema import RunConfig
 from dms_train.families import LayerAttention
-from dms_train.hf.architecture import Architecture, Experts
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.experts import Experts
 from dms_train.planning.memory import stages_of
 from dms_train.planning.step_time import sent_bytes
 from tests.support import configs

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dms_train.app import session
 from dms_train.app.start_point import find_start
-from dms_train.hf.architecture import RopeScaling
-from dms_train.hf.directory import WeightReader
+from dms_train.hf.rope import RopeScaling
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.layers.adapters import channel_adapters

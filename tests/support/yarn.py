@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from dms_train.hf.architecture import RopeScaling
+from dms_train.hf.rope import RopeScaling
 
 # acts within a few dozen tokens
 RULE = RopeScaling(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.config_json import from_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats.base import ExportedModel, Stated, read_spec_values
 from dms_train.hf.json_files import read_json

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dms_train.hf.architecture import Architecture, Rope, RopeScaling
-from dms_train.hf.rope import yarn_frequencies
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.rope import Rope, RopeScaling
+from dms_train.hf.yarn import yarn_frequencies
 from dms_train.inference.cache.interface import AttentionStep, KVCache
 from dms_train.inference.models.batch import MicroBatch
 from dms_train.kernels import dispatch

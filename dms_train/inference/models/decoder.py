@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dms_train.hf.architecture import Architecture, Rope
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.embeddings import embedding_scale
+from dms_train.hf.rope import Rope
 from dms_train.inference.cache.interface import KVCache, rotation_table
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import (

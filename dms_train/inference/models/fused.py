@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dms_train.hf.architecture import Rope
+from dms_train.hf.rope import Rope
 from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import DecodeInputs
 from dms_train.inference.models.blocks import MLP, NoNorm, RMSNorm, rotary_tables

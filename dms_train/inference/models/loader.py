@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, dtype_name, is_finite, read_architecture
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.formats import read_spec
 from dms_train.hf.json_files import read_config
+from dms_train.hf.tensor_values import dtype_name, is_finite
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
 from dms_train.method.base import MethodSpec

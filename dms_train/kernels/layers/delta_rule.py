@@ -230,28 +230,25 @@ def mix_tokens(
     values = heads * channels
     keys = (projected.shape[-1] - 2 * values - 2 * heads) // 2
     mixed, gate, rate, decay = projected.split([2 * keys + values, values, heads, heads], -1)
-    mixed, before = mixed.flatten(2), None if state is None else state.inputs
+    mixed, (before, memory) = mixed.flatten(2), (None, None) if state is None else state
     convolved = causal_convolution(mixed, weights.convolution, first=first, before=before)
     q, k, v = convolved.unflatten(-1, (groups, -1)).split([keys, keys, values], -1)
-    wide = torch.promote_types(projected.dtype, torch.float32)
-    bias, log_rate = (x.to(wide).view(groups, heads) for x in weights[1:3])
-    log_decay = -log_rate.exp() * F.softplus(decay.to(wide) + bias)
-    rate = rate.sigmoid()
+    v, gate = (x.unflatten(-1, (heads, channels)) for x in (v, gate))
+    log_decay, rate = _log_decay(decay, weights), rate.sigmoid()
     if real is not None:
         log_decay, rate = (x * real[..., None, None] for x in (log_decay, rate))
-    v, gate = (x.unflatten(-1, (heads, channels)) for x in (v, gate))
-    outputs, after = gated_delta_rule(
-        q,
-        k,
-        v,
-        log_decay,
-        rate,
-        first=first,
-        state=None if state is None else state.heads,
-    )
-    out = _gated_norm(outputs, gate, weights)
+    outputs, after = gated_delta_rule(q, k, v, log_decay, rate, first=first, state=memory)
     last = _last_inputs(mixed, before, real, weights.convolution.shape[1] - 1)
-    return out.flatten(2), MixerState(last, after)
+    return _gated_norm(outputs, gate, weights).flatten(2), MixerState(last, after)
+
+
+def _log_decay(projected: Tensor, weights: MixerWeights) -> Tensor:
+    """Return the logarithm of the decay of every value head, [b, s, g, r] in float32 or wider."""
+    wide = torch.promote_types(projected.dtype, torch.float32)
+    bias, log_rate = (
+        x.to(wide).view(projected.shape[2:]) for x in (weights.decay_bias, weights.log_rate)
+    )
+    return -log_rate.exp() * F.softplus(projected.to(wide) + bias)
 
 
 def _gated_norm(x: Tensor, gate: Tensor, weights: MixerWeights) -> Tensor:

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dms_train.hf.architecture import LinearAttention
+from dms_train.hf.linear_attention import LinearAttention
 from dms_train.kernels.layers.delta_rule import MixerWeights, mix_tokens
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.layers.context import to_heads, to_positions

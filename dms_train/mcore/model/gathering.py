@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dms_train.families import ParameterMap
-from dms_train.families.base import LOCAL_EXPERTS
+from dms_train.families.decoder.parameters import LOCAL_EXPERTS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore.groups import ParallelView

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dms_train.families import FAMILIES, ParameterMap
+from dms_train.families import ParameterMap
+from dms_train.families.decoder.parameters import layer_parameters
 from dms_train.hf.architecture import Architecture
 from dms_train.method.layer import MethodLayer
 
@@ -15,9 +16,9 @@ from dms_train.method.layer import MethodLayer
 def entries(architecture: Architecture) -> Iterator[ParameterMap]:
     """Yield all parameters with global layer numbers, in the order of the forward pass."""
     yield ParameterMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    family, experts = FAMILIES[architecture.family], architecture.num_experts
+    family, experts = architecture.described, architecture.num_experts
     for layer, attention in enumerate(architecture.attention_layers):
-        for entry in family.layer_parameters(experts, linear=attention.linear):
+        for entry in layer_parameters(family, experts, linear=attention.linear):
             yield ParameterMap(
                 f"decoder.layers.{layer}.{entry.megatron}",
                 tuple(f"model.layers.{layer}.{name}" for name in entry.hf),

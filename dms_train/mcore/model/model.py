@@ -25,9 +25,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dms_train.hf.architecture import Architecture, Rope, RopeScaling
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.embeddings import embedding_scale
-from dms_train.hf.rope import yarn_frequencies
+from dms_train.hf.rope import Rope, RopeScaling
+from dms_train.hf.yarn import yarn_frequencies
 from dms_train.mcore import compat
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
@@ -44,6 +45,19 @@ from dms_train.method.top_logits import TopLogits
 
 _ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core supports
 
+# Options of a layout that megatron-core's configuration has under the same name.
+_SAME_OPTIONS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "sequence_parallel",
+    "tp_comm_overlap",
+    "recompute_granularity",
+)
+
 
 def padded_vocab_size(architecture: Architecture) -> int:
     """Return the number of rows of the embedding table, padding included."""
@@ -52,61 +66,66 @@ def padded_vocab_size(architecture: Architecture) -> int:
 
 def transformer_config(architecture: Architecture, options: ParallelOptions) -> TransformerConfig:
     """Make megatron-core's configuration of this architecture in this layout."""
-    a = architecture
-    dtype = torch.bfloat16 if options.params_dtype == "bf16" else torch.float32
-    full = options.recompute_granularity == "full"
-    interleaved = options.virtual_pipeline_model_parallel_size is not None
     config = TransformerConfig(
-        num_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        # with two widths megatron would copy this configuration, which may refer to process groups
-        ffn_hidden_size=a.ffn_hidden_size if a.experts is None else a.experts.ffn_hidden_size,
-        num_attention_heads=a.num_attention_heads,
-        num_query_groups=a.num_query_groups,
-        kv_channels=a.kv_channels,
-        add_qkv_bias=a.add_qkv_bias,
-        # makes megatron sum q and k norm gradients over the tensor-parallel group, also without
-        # sequence parallelism; joint norms are sharded
-        qk_layernorm=a.qk_layernorm and not a.described.joint_qk_norm,
-        layernorm_epsilon=a.layernorm_epsilon,
-        layernorm_zero_centered_gamma=a.described.centered_norms,
-        softmax_scale=a.softmax_scale,
-        attention_output_gate=a.described.output_gate,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=activation(a.described),
+        **_layers(architecture),
+        **_layout(options),
+        **expert_options(architecture, options),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=options.params_dtype == "bf16",
-        tensor_model_parallel_size=options.tensor_model_parallel_size,
-        context_parallel_size=options.context_parallel_size,
-        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
-        num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
-        sequence_parallel=options.sequence_parallel,
-        tp_comm_overlap=options.tp_comm_overlap,
-        # The interleaved schedule may exchange two messages between the same two ranks at a time;
-        # batched, they would be mixed up without an error.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        recompute_granularity=options.recompute_granularity,
-        recompute_modules=list(options.recompute_modules),
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=options.recompute_num_layers if full else None,
         # layers without decisions have no adapters of eviction channels
-        hetereogenous_dist_checkpoint=len(a.method_layers) < a.num_layers,
-        **expert_options(a, options),
+        hetereogenous_dist_checkpoint=len(architecture.method_layers) < architecture.num_layers,
     )
     # megatron refuses biases of experts that ranks share, which `layers.experts` adds up
-    config.add_bias_linear = a.described.linear_bias
+    config.add_bias_linear = architecture.described.linear_bias
     return config
+
+
+def _layers(a: Architecture) -> dict[str, Any]:
+    """Return the options of megatron-core's configuration that describe the layers."""
+    return {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        # with two widths megatron would copy this configuration, which may refer to process groups
+        "ffn_hidden_size": a.ffn_hidden_size if a.experts is None else a.experts.ffn_hidden_size,
+        "num_attention_heads": a.num_attention_heads,
+        "num_query_groups": a.num_query_groups,
+        "kv_channels": a.kv_channels,
+        "add_qkv_bias": a.add_qkv_bias,
+        # makes megatron sum q and k norm gradients over the tensor-parallel group, also without
+        # sequence parallelism; joint norms are sharded
+        "qk_layernorm": a.qk_layernorm and not a.described.joint_qk_norm,
+        "layernorm_epsilon": a.layernorm_epsilon,
+        "layernorm_zero_centered_gamma": a.described.centered_norms,
+        "softmax_scale": a.softmax_scale,
+        "attention_output_gate": a.described.output_gate,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": activation(a.described),
+    }
+
+
+def _layout(options: ParallelOptions) -> dict[str, Any]:
+    """Return the options of megatron-core's configuration that describe the layout."""
+    dtype = torch.bfloat16 if options.params_dtype == "bf16" else torch.float32
+    full = options.recompute_granularity == "full"
+    interleaved = options.virtual_pipeline_model_parallel_size is not None
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": options.params_dtype == "bf16",
+        **{name: getattr(options, name) for name in _SAME_OPTIONS},
+        # The interleaved schedule may exchange two messages between the same two ranks at a time;
+        # batched, they would be mixed up without an error.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "recompute_modules": list(options.recompute_modules),
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": options.recompute_num_layers if full else None,
+    }
 
 
 def rope_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
@@ -192,8 +211,6 @@ class DMSModel(LanguageModule):
                 position_embedding_type="rope",
                 tp_group=self.pg_collection.tp,
             )
-        whole = Rope(architecture.rotary_base, architecture.rope_scaling)
-        self.rotary_pos_emb = self._rotary_embedding(architecture.rotary_channels, whole)
         with _norms_allowed(config, architecture):
             self.decoder = TransformerBlock(
                 config,
@@ -207,15 +224,9 @@ class DMSModel(LanguageModule):
             self.output_layer = self._output_layer(padded_vocab_size(architecture))
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        ropes = [architecture.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
-        self._layer_ropes = list(dict.fromkeys(ropes))
-        self._rope_numbers = [self._layer_ropes.index(rope) for rope in ropes]
-        self._local_ropes = {
-            rope: self._rotary_embedding(architecture.rotary_channels, rope)
-            for rope in self._layer_ropes
-            if rope.base is not None and rope != whole
-        }
         self.architecture = architecture
+        ropes = [architecture.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
+        self._add_ropes(ropes)
         self._describe_attention(ropes)
         self._embedding_scale = embedding_scale(architecture, config.params_dtype)
         self.method = method
@@ -224,6 +235,19 @@ class DMSModel(LanguageModule):
         self._stage_input: Tensor | None = None
         # a list keeps the teacher from being a submodule in DDP, optimizer and checkpoint
         self._teacher: list[Teacher] = []
+
+    def _add_ropes(self, ropes: list[Rope]) -> None:
+        """Add the RoPE of the model, and each other one that a layer of this chunk has."""
+        a = self.architecture
+        whole = Rope(a.rotary_base, a.rope_scaling)
+        self.rotary_pos_emb = self._rotary_embedding(a.rotary_channels, whole)
+        self._layer_ropes = list(dict.fromkeys(ropes))
+        self._rope_numbers = [self._layer_ropes.index(rope) for rope in ropes]
+        self._local_ropes = {
+            rope: self._rotary_embedding(a.rotary_channels, rope)
+            for rope in self._layer_ropes
+            if rope.base is not None and rope != whole
+        }
 
     def _describe_attention(self, ropes: list[Rope]) -> None:
         """Give the attention of each layer its window, and its softmax scale."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dms_train.families import ParameterMap
-from dms_train.families.base import LOCAL_EXPERTS
+from dms_train.families.decoder.parameters import LOCAL_EXPERTS
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import is_finite
 from dms_train.hf.errors import HFError
+from dms_train.hf.tensor_values import is_finite
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import groups
 from dms_train.mcore.errors import ModelError

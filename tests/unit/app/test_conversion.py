@@ -18,11 +18,13 @@ from dms_train.app.conversion import (
 )
 from dms_train.checkpoints_tools.hf_to_megatron import main
 from dms_train.export.writer import write_export
-from dms_train.hf.architecture import to_hf_config
-from dms_train.hf.directory import SINGLE_FILE, WeightReader, read_architecture
+from dms_train.hf.config_json import to_hf_config
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.formats import read_provenance
 from dms_train.hf.json_files import write_json
+from dms_train.hf.safetensors_files import SINGLE_FILE
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.launch import stage
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.options import ParallelOptions

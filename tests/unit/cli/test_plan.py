@@ -10,7 +10,7 @@ from dms_train.app.model import read_architecture
 from dms_train.app.plan import describe
 from dms_train.cli import plan
 from dms_train.config.build import ConfigError
-from dms_train.hf.architecture import to_hf_config
+from dms_train.hf.config_json import to_hf_config
 from dms_train.hf.options import ModelOptions
 from tests.support import configs
 

@@ -23,7 +23,7 @@ from dms_train.data.manifest import read_manifest
 from dms_train.data.reader import ShardReader
 from dms_train.data_prep.prepare import main
 from dms_train.evaluation.answers import Attempt, verify_answer
-from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.config_json import from_hf_config
 from dms_train.hf.tensors import expected_shapes
 from dms_train.inference.engine import InferenceEngine
 from tests.support import launch

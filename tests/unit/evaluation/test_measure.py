@@ -21,8 +21,8 @@ from dms_train.evaluation.problems import ProblemSet
 from dms_train.evaluation.scorers.sheet import SheetScorer
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.validation import compare_accuracy, require_selftest, validate
-from dms_train.hf.directory import WeightReader
 from dms_train.hf.selftest import SelfTest
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.inference import engine
 from dms_train.method import accounting
 from dms_train.method.visibility import visible

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from dms_train.export.shipped import configuration_dmc, configuration_dms
 from dms_train.export.writer import write_export
-from dms_train.hf.architecture import RopeScaling
 from dms_train.hf.directory import read_architecture
+from dms_train.hf.rope import RopeScaling
 from dms_train.hf.tensors import expected_shapes
 from dms_train.inference.tokenizer import Tokenizer
 from dms_train.method.spec import PRESETS

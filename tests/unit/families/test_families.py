@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from dms_train import families
 from dms_train.families import FAMILIES
+from dms_train.families.decoder.parameters import layer_parameters
+from dms_train.families.decoder.tensors import layer_tensors
 
 LINEAR = [name for name, family in FAMILIES.items() if family.layers and family.layers.has_linear]
 LINEAR_SIZES = {
@@ -63,7 +65,7 @@ def test_tensors_of_a_layer_are_those_of_transformers(family, linear, tmp_path):
     experts = 3 if FAMILIES[family].has_experts else 0
     described = {
         name: tuple(sizes[dimension] for dimension in dimensions)
-        for name, dimensions in FAMILIES[family].layer_tensors(experts, linear=linear).items()
+        for name, dimensions in layer_tensors(FAMILIES[family], experts, linear=linear).items()
     }
     joined = {
         f"{s}.{kind}": [f"{m}.{kind}" for m in ms]
@@ -93,9 +95,9 @@ def test_tensors_of_a_layer_are_those_of_transformers(family, linear, tmp_path):
 def test_every_tensor_of_a_layer_belongs_to_one_megatron_parameter(family):
     described, experts = FAMILIES[family], 3 if FAMILIES[family].has_experts else 0
     for linear in (False, True) if family in LINEAR else (False,):
-        entries = described.layer_parameters(experts, linear=linear)
+        entries = layer_parameters(described, experts, linear=linear)
         mapped = [name for entry in entries for name in entry.hf]
-        assert sorted(mapped) == sorted(described.layer_tensors(experts, linear=linear))
+        assert sorted(mapped) == sorted(layer_tensors(described, experts, linear=linear))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

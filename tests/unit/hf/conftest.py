@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dms_train.export.writer import write_export
 from dms_train.families import FAMILIES, LayerAttention
-from dms_train.hf.architecture import Architecture, RopeScaling
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import default_format
+from dms_train.hf.rope import RopeScaling
 from dms_train.hf.stored_tensors import to_stored
 from dms_train.hf.tensors import expected_shapes
 from dms_train.method.dms.spec import DMSSpec

@@ -9,9 +9,10 @@ import re
 import pytest
 
 from dms_train.families import FAMILIES, LayerAttention
-from dms_train.hf.architecture import RopeScaling, from_hf_config, to_hf_config
+from dms_train.hf.config_json import from_hf_config, to_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.json_files import read_config
+from dms_train.hf.rope import RopeScaling
 from dms_train.hf.tensors import expected_shapes
 from tests.support.plain_delta import sizes_of
 

@@ -13,18 +13,25 @@ import torch
 
 from dms_train.export.kv_pooling import mean_of_groups, with_kv_heads
 from dms_train.export.writer import write_export
-from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader, WeightWriter, read_header, resolve
+from dms_train.hf.config_json import from_hf_config
+from dms_train.hf.directory import resolve
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import find_format
+from dms_train.hf.safetensors_files import read_header
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.typed import typed
+from dms_train.hf.weight_reader import WeightReader
+from dms_train.hf.weight_writer import WeightWriter
 
 MODULES = (
-    "dms_train.hf.architecture",
+    "dms_train.hf.config_json",
     "dms_train.hf.directory",
     "dms_train.hf.json_files",
+    "dms_train.hf.model_type",
+    "dms_train.hf.safetensors_files",
+    "dms_train.hf.tensor_values",
     "dms_train.hf.tensors",
+    "dms_train.hf.weight_writer",
     "dms_train.hf.formats.registry",
     "dms_train.export.writer",
     "dms_train.export.kv_pooling",

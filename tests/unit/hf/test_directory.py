@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dms_train.hf.directory import INDEX_FILE, SINGLE_FILE, WeightReader, WeightWriter, resolve
+from dms_train.hf.directory import resolve
 from dms_train.hf.json_files import read_config
+from dms_train.hf.safetensors_files import INDEX_FILE, SINGLE_FILE
 from dms_train.hf.text_files import read_lines
+from dms_train.hf.weight_reader import WeightReader
+from dms_train.hf.weight_writer import WeightWriter
 
 TENSORS = {f"layer.{i}": torch.full((4, 4), float(i)) for i in range(5)}
 

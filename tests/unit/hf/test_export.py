@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from dms_train.families import FAMILIES
-from dms_train.hf.architecture import from_hf_config, to_hf_config
-from dms_train.hf.directory import WeightReader, read_architecture
+from dms_train.hf.config_json import from_hf_config, to_hf_config
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.formats import ExportRefused, read_spec
 from dms_train.hf.formats.flat import METADATA_FILE
 from dms_train.hf.formats.registry import MARKER_FILE
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.selftest import REFERENCE, SelfTest
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_reader import WeightReader
 
 CASES = [
     *((family, "dms") for family in FAMILIES),

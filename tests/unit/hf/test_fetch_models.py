@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("gguf")
 
-from dms_train.hf.directory import WeightReader, read_architecture
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.gguf_directory import file_sha256
+from dms_train.hf.weight_reader import WeightReader
 from tests.support import gguf_files
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "fetch_models.py"
@@ -122,7 +123,7 @@ def test_an_interrupted_conversion_is_repeated(script, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("dms_train.hf.directory.WeightWriter.close", fail)
+        patched.setattr("dms_train.hf.weight_writer.WeightWriter.close", fail)
         assert script.main(["tiny", "--file", "source.gguf"]) == 2
     assert not Path("models/tiny").exists()
     assert script.main(["tiny", "--file", "source.gguf"]) == 0

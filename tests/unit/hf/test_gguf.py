@@ -26,7 +26,7 @@ from dms_train.checkpoints_tools.hf_to_megatron import main as import_main
 from dms_train.data_prep.prepare import main as data_main
 from dms_train.export.card import CARD_FILE, read_base
 from dms_train.hf import gguf_directory
-from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.errors import HFError
 from dms_train.hf.gguf_directory import (
     cached_gguf,
@@ -36,6 +36,7 @@ from dms_train.hf.gguf_directory import (
 )
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.options import ModelOptions
+from dms_train.hf.weight_reader import WeightReader
 from tests.support import configs, gguf_files
 
 FAMILIES = ("gemma3_text", "llama", "qwen2")

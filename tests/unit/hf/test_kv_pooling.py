@@ -13,8 +13,10 @@ from dms_train.export.card import CARD_FILE
 from dms_train.export.kv_pooling import mean_of_groups
 from dms_train.export.writer import write_export
 from dms_train.families import FAMILIES
-from dms_train.hf.directory import INDEX_FILE, SINGLE_FILE, WeightReader, WeightWriter
 from dms_train.hf.json_files import read_config
+from dms_train.hf.safetensors_files import INDEX_FILE, SINGLE_FILE
+from dms_train.hf.weight_reader import WeightReader
+from dms_train.hf.weight_writer import WeightWriter
 
 HEADS = 4
 

@@ -10,8 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dms_train.hf.directory import SINGLE_FILE, WeightReader, read_architecture
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.errors import HFError
+from dms_train.hf.safetensors_files import SINGLE_FILE
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.inference.llm import LLM
 
 TEXT = {

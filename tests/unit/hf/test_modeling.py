@@ -21,7 +21,7 @@ def classes(family):
 
 def build(family, weights, architecture, spec, *, flat=False):
     """A model from our config keys and weights, without a directory."""
-    from dms_train.hf.architecture import to_hf_config
+    from dms_train.hf.config_json import to_hf_config
     from dms_train.hf.formats import FORMATS, ExportedModel
 
     model = ExportedModel(
@@ -224,7 +224,7 @@ def test_static_cache_is_refused(tiny, spec):
 
 
 def test_a_dense_config_is_refused(architecture):
-    from dms_train.hf.architecture import to_hf_config
+    from dms_train.hf.config_json import to_hf_config
 
     values = to_hf_config(architecture("llama"))
     values.pop("model_type")

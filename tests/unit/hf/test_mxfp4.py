@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dms_train.hf.directory import SINGLE_FILE, WeightReader, read_architecture
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.errors import HFError
 from dms_train.hf.mxfp4 import dequantise
+from dms_train.hf.safetensors_files import SINGLE_FILE
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_reader import WeightReader
 from tests.unit.hf import conftest as hf
 
 EXPERTS, HIDDEN, WIDTH = 4, 32, 96

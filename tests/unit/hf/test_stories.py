@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dms_train.export.writer import write_export
-from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader
+from dms_train.hf.config_json import from_hf_config
 from dms_train.hf.json_files import read_config
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.method.decisions import hard_decisions
 
 

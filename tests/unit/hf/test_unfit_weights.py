@@ -16,9 +16,11 @@ from torch import Tensor
 from dms_train.app import conversion, inspection, start_point
 from dms_train.app.model import read_architecture as planned_architecture
 from dms_train.export.kv_pooling import pool_kv_heads
-from dms_train.hf.directory import SINGLE_FILE, WeightReader, read_architecture
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.json_files import read_json
 from dms_train.hf.options import ModelOptions
+from dms_train.hf.safetensors_files import SINGLE_FILE
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.inference.llm import LLM
 from dms_train.method.spec import PRESETS
 from tests.support import configs

@@ -15,11 +15,13 @@ import torch
 from dms_train.app.failures import is_refusal
 from dms_train.app.inspection import describe
 from dms_train.families import FAMILIES
-from dms_train.hf.directory import INDEX_FILE, SINGLE_FILE, WeightReader, read_architecture
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.formats import read_stated
 from dms_train.hf.formats.fastdms import LOG_FILE
 from dms_train.hf.formats.flat import METADATA_FILE
 from dms_train.hf.json_files import read_config, read_json
+from dms_train.hf.safetensors_files import INDEX_FILE, SINGLE_FILE
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.inference.llm import LLM
 from dms_train.inference.models.loader import _dtype
 from dms_train.inference.tokenizer import read_stop_ids

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.hf.architecture import Experts as Sizes
+from dms_train.hf.experts import Experts as Sizes
 from dms_train.inference.llm import LLM
 from dms_train.inference.models.experts import Experts, MixtureOfExperts
 from dms_train.inference.options import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dms_train.hf.architecture import to_hf_config
+from dms_train.hf.config_json import to_hf_config
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method.visibility import visible

@@ -26,11 +26,12 @@ from dms_train.export.writer import write_export
 from dms_train.families import LayerAttention
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, dtype_name
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import AdapterBase
 from dms_train.hf.json_files import read_json, write_json
+from dms_train.hf.tensor_values import dtype_name
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.inference.models.loader import load_model
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView

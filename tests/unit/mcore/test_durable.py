@@ -13,8 +13,8 @@ import torch
 
 from dms_train.export.writer import write_export
 from dms_train.hf import durable
-from dms_train.hf.directory import WeightWriter
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.weight_writer import WeightWriter
 from dms_train.mcore.engine import McoreEngine
 
 Journal = Callable[[], list[tuple[str, ...]]]

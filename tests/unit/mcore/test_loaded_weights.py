@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dms_train.app.start_point import StartPoint, load_start
-from dms_train.hf.directory import WeightReader
+from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import ModelError

@@ -10,7 +10,8 @@ import torch
 
 from dms_train.data.batches import Batch
 from dms_train.families import LayerAttention
-from dms_train.hf.architecture import Architecture, RopeScaling
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.rope import RopeScaling
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights, WeightSource

@@ -9,7 +9,7 @@ import pytest
 
 from dms_train.config.build import ConfigError
 from dms_train.families import FAMILIES, LayerAttention
-from dms_train.hf.architecture import Experts
+from dms_train.hf.experts import Experts
 from dms_train.method.spec import PRESETS
 from dms_train.planning import divide
 from dms_train.planning.check import check
@@ -365,7 +365,6 @@ def test_layouts_that_do_not_fit_experts(world_size, family, changes, expected):
     [
         (4, {TP: 4}, "size is 4, which does not divide the 2 key heads of linear attention"),
         (1, GRAPH, "cuda_graph=always: layers with linear attention are not captured"),
-        (2, {PP: 2, "method__train": "lora"}, "linear attention train nothing with method.train"),
         (1, {"method": DMC}, "method.kind=dmc: the model has layers with linear attention"),
     ],
 )
@@ -394,10 +393,36 @@ def test_all_problems_of_a_kind_are_listed_at_once():
     assert len(problems(optim__lr=0.0, run__seed=-1, stage__run=["x"])) == 3
 
 
-def test_stages_without_trained_weights_are_refused():
-    full, local = (LayerAttention(rotary_base=1e4, window=window) for window in (None, 8))
-    a = configs.architecture(family="qwen2", layers=(full, full, local, local))
-    parallel = {"pipeline_model_parallel_size": 2}
-    for train, lines in (("channel", 1), ("lora", 0)):
-        config = configs.config(method__train=train, parallel=parallel)
-        assert len(list(divide.problems(config, 2, a))) == lines
+@pytest.mark.parametrize(
+    ("kinds", "train", "layout", "idle"),
+    [
+        # `f` reads all tokens, `w` has a window, `l` has linear attention
+        ("ffww", "channel", {PP: 2}, "1"),
+        ("ffww", "lora", {PP: 2}, None),
+        ("fwfw", "channel", {PP: 2}, None),
+        ("lllflllf", "attention", {PP: 2}, None),
+        ("lllflllf", "attention", {PP: 4}, "0, 2"),
+        ("lllflllf", "all", {PP: 4}, None),
+        ("lllflllf", "channel", {PP: 2, FIRST: 3, LAST: 5}, "0"),
+        ("lllflllf", "lora", {PP: 2, FIRST: 5, LAST: 3}, None),
+        # chunks of two layers: the first stage has layers 0, 1, 4 and 5
+        ("lllflllf", "lora", {PP: 2, VP: 2}, "0"),
+        ("lllfflll", "lora", {PP: 2, VP: 2}, None),
+    ],
+)
+def test_stages_without_trained_weights_are_refused(kinds, train, layout, idle):
+    attention = {
+        "f": LayerAttention(rotary_base=1e4),
+        "w": LayerAttention(rotary_base=1e4, window=8),
+        "l": LayerAttention(rotary_base=None, linear=True),
+    }
+    family = "qwen3_5_text" if "l" in kinds else "qwen2"
+    layers = tuple(attention[kind] for kind in kinds)
+    a = configs.architecture(family=family, num_layers=len(layers), layers=layers)
+    config = configs.config(method__train=train, data__global_batch_size=12, **layout)
+    lines = list(divide.problems(config, layout[PP], a))
+    assert len(lines) == (idle is not None)
+    for line in lines:
+        trained = ", ".join(str(n) for n, kind in enumerate(kinds) if kind == "f")
+        assert f"={layout[PP]}: stage(s) {idle} hold none of the layers {trained}," in line
+        assert "use fewer stages or method.train=all" in line

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dms_train.families import LayerAttention
-from dms_train.hf.architecture import Experts
+from dms_train.hf.experts import Experts
 from dms_train.hf.tensors import expected_shapes
 from dms_train.planning import memory as planned
 from dms_train.planning.activations import padded_vocab

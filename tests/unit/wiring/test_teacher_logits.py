@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dms_train.app import teacher_logits
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
-from dms_train.hf.architecture import RopeScaling
+from dms_train.hf.rope import RopeScaling
 from dms_train.training import loop
 from tests.support.training_loop import FakeParts
 from tests.support.wiring import Assets, Built

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from dms_train.app import inputs, run_folder
 from dms_train.config.schema import RunConfig
 from dms_train.families import LayerAttention
-from dms_train.hf.architecture import RopeScaling
 from dms_train.hf.formats import read_format
+from dms_train.hf.rope import RopeScaling
 from dms_train.mcore import compat
 from dms_train.mcore.errors import CheckpointError
 from dms_train.mcore.groups import ParallelView

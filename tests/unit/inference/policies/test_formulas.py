@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.hf.architecture import Rope
+from dms_train.hf.rope import Rope
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
