@@ -163,7 +163,10 @@ class McoreEngine:
                 weights are shared, and trained ones are copied.
         """
         fused_on = self.view.device if self._method.fused else None
-        method = MethodState(self._method.options, self._attend, fused_on=fused_on)
+        # its channel has the factor 1, but a kernel rounds otherwise for another channel: that of a
+        # resumed run is known from the start, and another run chooses it later
+        options = self._method.options.override(channel=0)
+        method = MethodState(options, self._attend, fused_on=fused_on)
         if source is None:
             optim.wait_for_param_gather(self._chunks)
             if self._options.trainable.weights != "all":

@@ -59,3 +59,17 @@ def test_the_chosen_channel_decides_in_every_layer(view: ParallelView) -> None:
     rows = dict(built.hf_tensors())["model.layers.0.self_attn.q_proj.weight"].view(4, 2, 8, -1)
     assert not rows[:, 0, 5].any()
     assert rows[:, 0, :5].any(-1).all()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_teacher_of_a_chosen_channel_is_that_of_a_known_one(
+    view: ParallelView, preset: str
+) -> None:
+    """Kernels round a head otherwise for another channel, so a resumed run would differ."""
+    chooses, resumed = engine(view, "llama", preset), engine(view, "llama", preset)
+    resumed.set_channel(5)
+    for built in (chooses, resumed):
+        built.attach_teacher(channel_cases.random_weights(built.architecture))
+    chooses.set_channel(5)
+    of_both = [built._models[0]._teacher[0].method.spec for built in (chooses, resumed)]
+    assert of_both[0] == of_both[1]
