@@ -309,7 +309,17 @@ def _routing(m: Microbatch) -> int:
     hidden = m.architecture.hidden_size * m.width
     biases = experts.count // m.ep * hidden * m.architecture.described.linear_bias
     # the product of an expert is kept before and after it is scaled
-    return m.trains_all * (router + m.routed) + chosen + biases + m.mlp_half
+    return m.trains_all * (router + m.routed) + chosen + biases + m.mlp_half + _shared(m)
+
+
+def _shared(m: Microbatch) -> int:
+    """Return the bytes of the hidden states that an expert of all tokens keeps."""
+    experts = m.architecture.experts
+    if experts is None or not experts.shared_ffn_hidden_size:
+        return 0
+    # its output before the gate, and its input, which the router has in float32
+    states = 1 + (m.trains_all and m.width < _FP32)
+    return states * m.own_tokens * m.architecture.hidden_size * m.width
 
 
 def linear_layer(m: Microbatch, recompute: str | None) -> int:
