@@ -44,7 +44,7 @@ def replayed_by_two(mode: str) -> list[tuple[float, float]]:
     engine = build(view, "dms", "fp32", mode)
     results = []
     for number in range(NOT_FINITE):
-        given = batches(2 * number + view.dp_rank)
+        given = batches(100 + 2 * number + view.dp_rank)
         result = engine.train_step(PLANS["retrofit"](number), given)
         results.append((result.loss, result.grad_norm))
     assert captured(engine) == (mode == "always")
