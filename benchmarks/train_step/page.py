@@ -79,11 +79,12 @@ def scaling_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         if case.layout.world == 1:
             best[key] = max(best.get(key, 0.0), row["tokens_per_s_gpu"])
         elif case.layout.world == case.layout.dp:
-            copies.append((key, case.layout.dp, row["tokens_per_s_gpu"]))
-    for key, dp, each in copies:
+            eager = ", eager" * (case.cuda_graph == "never")
+            copies.append((key, f"DP {case.layout.dp}{eager}", row["tokens_per_s_gpu"]))
+    for key, layout, each in copies:
         if key in best:
             share = each / best[key]
-            yield f"{key[0]} {key[1]}: DP {dp} reaches {share:.3f} of one GPU's fastest on each"
+            yield f"{key[0]} {key[1]}: {layout} reaches {share:.3f} of one GPU's fastest on each"
 
 
 def _kinds(rows: list[dict[str, Any]]) -> str:

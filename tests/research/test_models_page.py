@@ -115,6 +115,19 @@ def percent(found: Mapping[str, float]) -> str:
     return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * found[key] for key in ("value", "low", "high")))
 
 
+def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
+    rows = page_rows("docs/models.md")
+    of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
+    found = {m["name"]: m for m in record("qwen25_coder_0_5b_policies.json")["models"]} | of_dms
+    titles = {"DMS": "dms", **{title: name for title, name in POLICIES.items() if title != "Knorm"}}
+    for title, name in titles.items():
+        for ratio in (4, 8):
+            needles = found[f"{name}_cr{ratio}"]["needles"]
+            cells = [interval(needles[n]) if n in needles else "" for n in ("1024", "4096", "8192")]
+            reads = f"{needles['8192']['reads_per_token']:,.0f}" if "8192" in needles else ""
+            assert rows[f"needles, {title}, CR {ratio}"] == [*cells, reads]
+
+
 def test_the_page_has_the_numbers_of_qwen() -> None:
     rows, found = page_rows("docs/models.md"), record("qwen25_coder_0_5b.json")
     for model in found["models"]:
