@@ -163,8 +163,8 @@ class McoreEngine:
                 weights are shared, and trained ones are copied.
         """
         fused_on = self.view.device if self._method.fused else None
-        # its channel has the factor 1, but a kernel rounds otherwise for another channel: that of a
-        # resumed run is known from the start, and another run chooses it later
+        # Kernels round a head differently for another channel. A resumed run knows its channel
+        # here, a new run chooses it later. The teacher always has channel 0, which it never scales.
         options = self._method.options.override(channel=0)
         method = MethodState(options, self._attend, fused_on=fused_on)
         if source is None:

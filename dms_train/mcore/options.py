@@ -49,8 +49,8 @@ class ParallelOptions:
             after the projections), `mlp`, or both.
         recompute_num_layers: Layers per recomputed unit with `full`.
         cuda_graph: Replay the passes of a microbatch as a CUDA graph: `auto` where each GPU has the
-            whole model and nothing is recomputed or packed, `always` (refused elsewhere) or
-            `never`. Gradients are then reduced after the passes.
+            whole model and `graph_obstacles` has none, `always` (refused elsewhere) or `never`.
+            Copies then reduce gradients after the passes instead of during them.
         layers: Implementation of linear layers and norms: `auto`, `local` (megatron-core's own) or
             `transformer_engine`; see `mcore.layers`.
         ddp_bucket_size: Parameters of a gradient bucket, whose reduction overlaps the backward pass
@@ -130,17 +130,20 @@ class ParallelOptions:
         ]
 
     def graph_obstacles(
-        self, experts: int = 0, *, linear: bool = False, packed: bool = False
+        self, copies: int, experts: int = 0, *, linear: bool = False, packed: bool = False
     ) -> Iterator[str]:
         """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy.
 
         Args:
+            copies: Number of data-parallel copies.
             experts: Number of experts of a layer.
             linear: Whether layers have linear attention.
             packed: Whether samples hold several documents.
         """
         if (ranks := self.ranks_per_copy) > 1:
             yield f"the {ranks} ranks of a copy communicate within passes; use auto"
+        if copies > 1 and self.ddp_bucket_size is not None:
+            yield "replayed passes reduce no buckets; set parallel.ddp_bucket_size to null"
         if packed:
             yield "packed documents vary in number; set data.packing=false"
         if experts:

@@ -119,7 +119,14 @@ class Microbatch:
         experts = a.experts
         width = a.ffn_hidden_size
         if experts is not None:
-            width = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+            width = experts.shared_ffn_hidden_size
+        return self.tokens * width // self.tp * self.width + self.routed_half
+
+    @property
+    def routed_half(self) -> int:
+        """Bytes of the part of `mlp_half` that routed experts compute."""
+        experts = self.architecture.experts
+        width = 0 if experts is None else experts.topk * experts.ffn_hidden_size
         return self.tokens * width // self.tp * self.width
 
     @property
@@ -309,7 +316,7 @@ def _routing(m: Microbatch) -> int:
     hidden = m.architecture.hidden_size * m.width
     biases = experts.count // m.ep * hidden * m.architecture.described.linear_bias
     # the product of an expert is kept before and after it is scaled
-    return m.trains_all * (router + m.routed) + chosen + biases + m.mlp_half + _shared(m)
+    return m.trains_all * (router + m.routed) + chosen + biases + m.routed_half + _shared(m)
 
 
 def _shared(m: Microbatch) -> int:
@@ -319,7 +326,8 @@ def _shared(m: Microbatch) -> int:
         return 0
     # its output before the gate, and its input, which the router has in float32
     states = 1 + (m.trains_all and m.width < _FP32)
-    return states * m.own_tokens * m.architecture.hidden_size * m.width
+    gate = 1  # of each token
+    return m.own_tokens * (states * m.architecture.hidden_size + gate) * m.width
 
 
 def linear_layer(m: Microbatch, recompute: str | None) -> int:

@@ -50,7 +50,7 @@ def check(
             *_divided(config, world_size, architecture),
             *_on_one_host(config, world_size, processes_per_host),
             *_lengths(config, architecture),
-            *_cuda_graph(config, architecture),
+            *_cuda_graph(config, world_size, architecture),
             *_layer_ratios(config, architecture),
         ]
     if not problems and config.cluster.gpu is not None:
@@ -118,13 +118,14 @@ def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
         )
 
 
-def _cuda_graph(config: RunConfig, a: Architecture) -> Iterator[str]:
+def _cuda_graph(config: RunConfig, world_size: int, a: Architecture) -> Iterator[str]:
     if config.parallel.cuda_graph != "always":
         return
     where = "parallel.cuda_graph=always"
     linear = a.linear is not None
-    packed = config.data.packing
-    for obstacle in config.parallel.graph_obstacles(a.num_experts, linear=linear, packed=packed):
+    parallel, packed = config.parallel, config.data.packing
+    copies = world_size // parallel.ranks_per_copy
+    for obstacle in parallel.graph_obstacles(copies, a.num_experts, linear=linear, packed=packed):
         yield f"{where}: {obstacle}"
 
 

@@ -59,8 +59,8 @@ def _trains_every_stage(config: RunConfig, architecture: Architecture) -> Iterat
     if idle:
         yield (
             f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "
-            f"stage(s) {_listed(idle)} hold none of the layers {_listed(trained)}, the only ones "
-            f"that method.train={train} trains; use fewer stages or method.train=all, or move "
+            f"method.train={train} trains only the layers {_listed(trained)}, and these stages "
+            f"hold none of them: {_listed(idle)}; use fewer stages or method.train=all, or move "
             "layers with parallel.num_layers_in_first_pipeline_stage and "
             "num_layers_in_last_pipeline_stage"
         )

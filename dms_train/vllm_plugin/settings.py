@@ -167,6 +167,10 @@ def _parallel_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "context parallelism is not supported; use a size of 1",
         ),
         (parallel.enable_dbo, "dual batch overlap is not supported; remove --enable-dbo"),
+        (
+            getattr(parallel, "enable_batch_sharded_sampling", False),  # since 0.33
+            "each rank reports all requests; remove --enable-batch-sharded-sampling",
+        ),
     ]
 
 

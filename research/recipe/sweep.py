@@ -80,7 +80,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     },
 }
 _EXPORTED = {f"kvzap-offset-{offset}": "kvzap" for offset in _OFFSETS}  # of a trained variant
-_POLICIES = {"trim-kv": ("trim_kv", "cr=4")}
+_POLICIES = {  # options of the measurement of perplexity, and of the needles
+    "trim-kv": (
+        ("--policy", "trim_kv", "--policy-option", "cr=4"),
+        ("policy=trim_kv", "policy.cr=4"),
+    ),
+}
 _SAMPLED = {"text-of-the-model": (0.0, 1.0), "both-texts": (0.5, 0.5)}  # shares: plain, sampled
 _CACHE = "8000000000"  # bytes of a measurement beside a training
 
@@ -162,12 +167,12 @@ def _step(kind: str, name: str) -> str:
 def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
     """Return the command of each measurement of a model."""
     folder, model = sweep.folder(name), sweep.export(name)
-    policy, *options = _POLICIES.get(name, ("auto",))
+    of_perplexity, of_needles = _POLICIES.get(name, ((), ()))
     return {
         "perplexity": [
             *(*EVALUATE, "perplexity", str(model), "--text", str(sweep.held_out)),
-            *("--device", sweep.device, "--cache-bytes", _CACHE, "--policy", policy),
-            *(word for option in options for word in ("--policy-option", option)),
+            *("--device", sweep.device, "--cache-bytes", _CACHE),
+            *of_perplexity,
             *("--output", str(folder / "perplexity.json")),
         ],
         "needles": [
@@ -175,7 +180,7 @@ def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
             *("--contexts", ",".join(map(str, sweep.contexts))),
             *(f"model.path={model}", f"model.device={sweep.device}"),
             *(f"task.haystack={sweep.haystack}", "task.count=100", f"model.cache_bytes={_CACHE}"),
-            *(f"policy={policy}", *(f"policy.{option}" for option in options)),
+            *of_needles,
         ],
     }
 
@@ -200,7 +205,9 @@ def _row(sweep: Sweep, name: str) -> dict[str, Any]:
         words = json.loads(
             (sweep.root / "state" / f"{_step('train', name)}.done").read_text("utf-8")
         )
-        row |= {"overrides": words[len(TRAIN) :], **_training(folder / "train" / "metrics.jsonl")}
+        row["overrides"] = words[len(TRAIN) :]
+        if name not in _EXPORTED:
+            row |= _training(folder / "train" / "metrics.jsonl")
     for part in ("window", "continuation"):
         row[part] = {key: measured[part][key] for key in ("perplexity", "nats", "cr_factor")}
     for context in sweep.contexts:
@@ -211,11 +218,8 @@ def _row(sweep: Sweep, name: str) -> dict[str, Any]:
 
 
 def _training(metrics: Path) -> dict[str, Any]:
-    """Return the tokens and the last evaluation of a run; nothing of one that only exports."""
-    evaluated = [row for row in read_rows(metrics) if "eval/kl" in row]
-    if not evaluated:
-        return {}
-    last = evaluated[-1]
+    """Return the tokens and the last evaluation of a run."""
+    last = [row for row in read_rows(metrics) if "eval/kl" in row][-1]
     return {"tokens": last["tokens"], **{name: last.get(f"eval/{name}") for name in ("kl", "cr")}}
 
 

@@ -221,8 +221,7 @@ def test_replayed_steps_of_two_copies_are_those_of_eager_passes() -> None:
     (eager, _), (first, second) = (values_of_ranks(replayed_by_two, 2, m) for m in MODES)
     assert first == second
     for a, b in zip(eager, first, strict=True):
-        print(a, b)
-        assert b == pytest.approx(a, rel=10 * BARS["fp32"])
+        assert b == pytest.approx(a, rel=10 * BARS["fp32"])  # the bar of gradient norms
     assert len({loss for loss, _ in first}) == NOT_FINITE
 
 

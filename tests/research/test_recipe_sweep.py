@@ -60,8 +60,18 @@ def test_every_variant_differs_from_the_base_in_its_settings_only(tmp_path: Path
 
 
 def test_an_export_alone_has_no_training_numbers(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"tokens": 0, "train/kl": 0.3}))
-    assert module._training(tmp_path / "metrics.jsonl") == {}
+    name = "kvzap-offset-4"
+    chosen = sweep(tmp_path, variants=(name,), contexts=())
+    measured = {"perplexity": 20.0, "nats": 3.0, "cr_factor": 4.2}
+    (tmp_path / name).mkdir()
+    found = {"model": {"window": measured, "continuation": measured}}
+    (tmp_path / name / "perplexity.json").write_text(json.dumps(found))
+    (tmp_path / "state").mkdir()
+    for kind in ("perplexity", "needles"):
+        (tmp_path / "state" / f"{kind}_{name}.done").touch()
+    (tmp_path / "state" / f"train_{name}.done").write_text(json.dumps(["-m", "dms_train"]))
+    (row,) = rows(chosen)
+    assert not {"tokens", "kl", "cr"} & row.keys()
 
 
 def test_every_variant_and_the_original_are_measured(tmp_path: Path) -> None:
@@ -100,7 +110,8 @@ def test_only_retention_gates_need_a_budget(tmp_path: Path) -> None:
         if name == "trim-kv":
             assert (policy.name, policy.cr, options) == ("trim_kv", 4, ["trim_kv", "cr=4"])
         else:
-            assert (policy.name, policy.cr, options) == ("auto", None, ["auto"])
+            # as before the gates, so that older folders continue
+            assert (policy.name, policy.cr, options) == ("auto", None, [])
 
 
 def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

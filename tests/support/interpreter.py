@@ -64,7 +64,9 @@ def round_fp8_to_nearest() -> None:
 
 def _index_by_item() -> None:
     """Let scalars be an index; Triton 3.6 takes an array of one element, which numpy refuses."""
-    patch = interpreter._patch_lang_tensor
+    patch = getattr(interpreter, "_patch_lang_tensor", None)
+    if not _has_parameters(patch, "tensor", "scope"):
+        return
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)

@@ -36,6 +36,7 @@ class GraphInputs:
     """
 
     def __init__(self, batch: Batch, scale: Tensor) -> None:
+        assert batch.documents is None  # a replay would read those of the first microbatch
         self.batch = batch.map(torch.clone)
         self.scale = scale.clone()
 
@@ -176,7 +177,7 @@ def choose_graph(
     required = options.cuda_graph == "always"
     if required:
         require_gpu(view.device)
-    obstacles = list(options.graph_obstacles(experts, linear=linear, packed=packed))
+    obstacles = list(options.graph_obstacles(view.dp_size, experts, linear=linear, packed=packed))
     if not fused:
         obstacles.append("only the triton kernels can be captured; set kernels=triton")
     if required and obstacles:

@@ -47,6 +47,12 @@ def test_inputs_take_another_microbatch_at_the_same_addresses() -> None:
     assert not torch.equal(first.tokens, second.tokens)
 
 
+def test_inputs_have_no_documents() -> None:
+    packed = tiny.packed(tiny.batch(0), [[12, 4], [16]])
+    with pytest.raises(AssertionError):
+        GraphInputs(packed, scale(1.0))
+
+
 def test_inputs_of_other_shapes_are_refused() -> None:
     inputs = GraphInputs(tiny.batch(0), scale(1.0))
     with pytest.raises(ModelError, match="changed from"):
@@ -103,6 +109,7 @@ def test_without_fused_kernels_every_step_is_a_computation_of_its_own() -> None:
         ({"context_parallel_size": 2}, {}, "the 2 ranks of a copy"),
         ({}, {"packed": True}, r"set data\.packing=false"),
         ({}, {"experts": 4}, "counts the tokens of each"),
+        ({}, {"linear": True}, "linear attention"),
     ],
 )
 def test_layouts_that_cannot_be_captured_run_eagerly_or_are_refused(

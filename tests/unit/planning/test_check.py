@@ -78,6 +78,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
         (1, GRAPH),
         (2, GRAPH),
+        (1, {**GRAPH, "parallel__ddp_bucket_size": 1000}),
         (2, {TP: 2, "parallel__cuda_graph": "auto"}),
     ],
 )
@@ -129,6 +130,7 @@ def test_sound_configurations_pass(world_size, changes):
             "parallel.recompute_granularity=full reads random states",
         ),
         (1, {**GRAPH, "data__packing": True}, "set data.packing=false"),
+        (2, {**GRAPH, "parallel__ddp_bucket_size": 1000}, "set parallel.ddp_bucket_size to null"),
     ],
 )
 def test_sizes_that_do_not_fit(world_size, changes, expected):
@@ -424,5 +426,6 @@ def test_stages_without_trained_weights_are_refused(kinds, train, layout, idle):
     assert len(lines) == (idle is not None)
     for line in lines:
         trained = ", ".join(str(n) for n, kind in enumerate(kinds) if kind == "f")
-        assert f"={layout[PP]}: stage(s) {idle} hold none of the layers {trained}," in line
+        assert f"={layout[PP]}: method.train={train} trains only the layers {trained}," in line
+        assert f"hold none of them: {idle};" in line
         assert "use fewer stages or method.train=all" in line

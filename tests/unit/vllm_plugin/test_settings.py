@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     ),
     "own backend": ({"attention_backend": "FLASH_ATTN"}, {}, "it has an attention backend"),
 }
+if any(d.version.startswith("0.33.") for d in metadata.distributions(name="vllm")):
+    REFUSED["sharded sampling"] = (
+        {"tensor_parallel_size": 2, "enable_batch_sharded_sampling": True, **PROCESSES},
+        {},
+        "each rank reports all requests",
+    )
 
 _QWEN3 = tiny_architecture("qwen3")
 _GLOBAL, _LOCAL = (LayerAttention(rotary_base=_QWEN3.rotary_base, window=w) for w in (None, 8))

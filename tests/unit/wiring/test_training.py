@@ -363,6 +363,7 @@ WIRES: dict[str, Wire] = {
     "data.global_batch_size": Wire(8, lambda b: len(b.batches)),
     "data.global_batch_size (of the loop)": Wire(8, lambda b: b.components.global_batch_size),
     "data.packing": Wire(True, lambda b: b.batches[0].documents is not None),
+    "data.packing (of the engine)": Wire(True, lambda b: b.engine._options.packs_documents),
     "parallel.tensor_model_parallel_size": Wire(2, megatron("tensor_model_parallel_size")),
     "parallel.pipeline_model_parallel_size": Wire(
         2,
