@@ -106,4 +106,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         save_file(dict(tensors), path, metadata=dict(metadata))
         path.chmod(mode)  # safetensors makes files that only their owner can read
     except SafetensorError as error:
-        raise HFError(f"{path}: cannot be written ({error}); make room and try again") from None
+        raise HFError(
+            f"{path}: cannot be written ({error}); free disk space and try again"
+        ) from None

@@ -60,7 +60,7 @@ def look(run: Path, needs: Needs, visible: str | None = None) -> str:
     if free < missing:
         raise NodeError(
             f"{_size(free)} free in {run}, {_size(missing)} are needed for what the run still "
-            "writes; make room, or lower run.keep_checkpoints"
+            "writes; free disk space, or lower run.keep_checkpoints"
         )
     resources.append(f"{_size(free)} free in {run}")
     return f"has {', '.join(resources)}; needs {needs}"

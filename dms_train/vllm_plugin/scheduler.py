@@ -57,7 +57,7 @@ class DMSScheduler(Scheduler):
     def _tokens_that_fit(self) -> int:
         """Return the most tokens of the next step; 0 to wait for reports."""
         free, size = self._manager.block_pool.get_num_free_blocks(), self._manager.block_size
-        # looking at each request takes time; one more token of it needs two blocks at most
+        # asking for each request takes time; one more token of it needs two blocks at most
         if (free - 2 * len(self.running)) * size >= self._most_tokens:
             return self._most_tokens
         growing = [r for r in self.running if not _is_complete(r)]
@@ -67,8 +67,8 @@ class DMSScheduler(Scheduler):
         )
         if needed > free and self._expected:
             return 0
-        room = max(0, free - needed) * size
-        return min(self._most_tokens, room + len(growing))
+        prompt_tokens = max(0, free - needed) * size
+        return min(self._most_tokens, prompt_tokens + len(growing))
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)

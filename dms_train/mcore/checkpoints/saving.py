@@ -222,7 +222,7 @@ class CheckpointSaver:
         if reason is not None:
             raise SaveError(
                 f"checkpoint {path}: cannot be written ({reason}); older checkpoints are "
-                "untouched: make room and start the same command again"
+                "untouched: free disk space and start the same command again"
             )
 
 
