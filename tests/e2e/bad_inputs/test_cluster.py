@@ -172,7 +172,7 @@ CASES = {
         done="a job whose run folder has no room for a checkpoint",
         arrange=_on_a_node("--checkpoint-bytes", str(2**60), nvidia_smi=""),
         kind="error",
-        facts=("1", "RUN", "make"),
+        facts=("1", "RUN", "free disk space"),
         changes=("run/errors", "run/errors/*"),
     ),
 }

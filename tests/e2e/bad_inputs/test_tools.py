@@ -221,7 +221,7 @@ CASES = {
         done="the disk is full when an export is written",
         arrange=_export_to_a_small_disk,
         kind="error",
-        facts=("make",),
+        facts=("free disk space",),
         starts=True,
     ),
     "eval-task": Case(
