@@ -162,6 +162,12 @@ class _Adapted(torch.nn.Module):
         return self.trainable.lora.scale * (up @ down)
 
 
+def _with_product(output: Tensor, low: Tensor, up: Tensor, trainable: Trainable) -> Tensor:
+    """Return output [s, b, n] + alpha / rank * low [s, b, ranks] B^T, rounded once."""
+    flat, low = output.flatten(0, 1), low.flatten(0, 1)
+    return torch.addmm(flat, low, up.t(), alpha=trainable.lora.scale).view_as(output)
+
+
 class AdaptedQKV(_Adapted, ColumnLinear):
     """Query, key and value projection with adapters and trained rows of the eviction channels.
 
@@ -243,26 +249,28 @@ class AdaptedQKV(_Adapted, ColumnLinear):
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)
         else:
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        *inner, channel = low.split([*(len(down) for down in downs), len(self.channel_weight)], -1)
-        if inner:
-            output = output + self._products(dict(zip(self._targets, inner, strict=True)))
+        ranks = low.shape[-1] - len(self.channel_weight)
+        if ranks:
+            output = _with_product(output, low[..., :ranks], self._ups(), self.trainable)
         if not len(self.rows):
             return output
         # a copy, because autograd keeps it, and a view would keep the whole narrow product
-        return output.index_copy(-1, self.rows, channel[..., self._own].contiguous())
+        channel = low[..., ranks:][..., self._own].contiguous()
+        replace = output.index_copy_ if ranks else output.index_copy  # in place after the sum
+        return replace(-1, self.rows, channel)
 
-    def _products(self, inner: dict[str, Tensor]) -> Tensor:
-        """Return the sum of the adapters [s, b, g (q + 2 d)] from A x of every target."""
-        parts = []
-        like = next(iter(inner.values()))
+    def _ups(self) -> Tensor:
+        """Return B of all targets as one matrix [g (q + 2 d), ranks], with zeros elsewhere."""
+        rank, targets = self.trainable.lora.rank, self._targets
+        blocks = []
         for target, size in self.parts.items():
-            if target in inner:
-                up = getattr(self, f"{_LORA}{target}_up")
-                part = F.linear(inner[target] * self.trainable.lora.scale, up)
-                parts.append(part.unflatten(-1, (self.groups, size)))
+            if target in targets:
+                up = getattr(self, f"{_LORA}{target}_up").unflatten(0, (self.groups, size))
+                first = targets.index(target)
+                blocks.append(F.pad(up, (rank * first, rank * (len(targets) - 1 - first))))
             else:
-                parts.append(like.new_zeros(*like.shape[:-1], self.groups, size))
-        return torch.cat(parts, -1).flatten(-2)
+                blocks.append(self.weight.new_zeros(self.groups, size, rank * len(targets)))
+        return torch.cat(blocks, 1).flatten(0, 1)
 
     @torch.no_grad()
     def merged_tensors(self) -> dict[str, Tensor]:
@@ -357,7 +365,7 @@ class AdaptedOutput(_Adapted, RowLinear):
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         else:
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + F.linear(low * self.trainable.lora.scale, self.lora_o_up), bias
+        return _with_product(output, low, self.lora_o_up, self.trainable), bias
 
     @torch.no_grad()
     def merged_tensors(self) -> dict[str, Tensor]:
