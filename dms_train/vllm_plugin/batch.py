@@ -72,16 +72,16 @@ class PromptPart(NamedTuple):
     """Several tokens of one request.
 
     Attributes:
-        start: First token in the batch.
-        stop: One after the last token.
-        request: Index of the request in the batch.
+        tokens: Their places in the batch.
+        position: int64 [n].
+        row: Cache row, int64 [1].
         begins: Whether the cache holds nothing of the request.
         rotations: `StepInputs.rotations` of the tokens.
     """
 
-    start: int
-    stop: int
-    request: int
+    tokens: slice
+    position: Tensor
+    row: Tensor
     begins: bool
     rotations: list[Tensor]
 
@@ -198,10 +198,9 @@ class BatchAttention:
         value: Tensor,
         output: Tensor,
     ) -> None:
-        tokens = slice(part.start, part.stop)
-        table = part.rotations[self.inputs.table_of[layer]]
-        row = self.inputs.rows[part.request, None]
-        given = Part(query[tokens], key[tokens], value[tokens], self.position[tokens], row, table)
+        tokens, table = part.tokens, part.rotations[self.inputs.table_of[layer]]
+        heads = (query[tokens], key[tokens], value[tokens])
+        given = Part(*heads, part.position, part.row, table)
         self.graphs.parts.attend(layer, given, part.begins, output[tokens])
 
 
@@ -224,9 +223,10 @@ def batch_attention(
     assert all(n == 1 for n in counts[:singles]), "vLLM no longer sorts single tokens first"
     parts = []
     for index in range(singles, len(counts)):
-        start, stop = starts[index : index + 2]
-        rotations = inputs.rotations(position[start:stop])
-        parts.append(PromptPart(start, stop, index, computed[index] == 0, rotations))
+        tokens = slice(*starts[index : index + 2])
+        own, row = position[tokens], inputs.rows[index, None]
+        begins, rotations = computed[index] == 0, inputs.rotations(own)
+        parts.append(PromptPart(tokens, own, row, begins, rotations))
     return BatchAttention(cache, graphs, inputs, position, singles, parts)
 
 

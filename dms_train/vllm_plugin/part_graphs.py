@@ -1,6 +1,6 @@
 """Attention of parts of prompts, replayed as CUDA graphs.
 
-A part takes about a hundred small kernels in each layer, which the host launches more slowly than
+A part takes dozens of small kernels in each layer, which the host launches more slowly than
 the GPU runs them, and all requests that decode wait for it. A graph holds one part in one layer,
 padded to one of a few sizes. All graphs are captured when vLLM starts. Without a GPU, the same
 padded parts run without graphs.
@@ -88,6 +88,7 @@ class PartGraphs:
             row=torch.zeros(1, dtype=torch.int64, device=device),
             table=torch.zeros(most, 1, 2, size // 2, device=device),
         )
+        self._given: dict[str, Tensor] = {}  # what lies there of the last part
         self._output = torch.zeros_like(self._inputs.query)
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
 
@@ -136,14 +137,21 @@ class PartGraphs:
             _attend(self._cache, layer, part, begins, None, output)
             return
         kind = _Kind(layer, next(size for size in self._sizes if size >= count), begins)
-        for memory, given in zip(self._inputs, part, strict=True):
-            memory[: len(given)] = given
-        self._inputs.position[count : kind.size] = -1
+        self._copy(part, kind.size)
         if self._graphs:
             self._graphs[kind].replay()
         else:
             self._run(kind)
         output.copy_(self._output[:count])
+
+    def _copy(self, part: Part, size: int) -> None:
+        """Copy a part to the memory that graphs read; layers mostly differ in their heads alone."""
+        for name, memory, given in zip(Part._fields, self._inputs, part, strict=True):
+            if self._given.get(name) is not given:
+                memory[: len(given)] = given
+        if self._given.get("position") is not part.position:
+            self._inputs.position[len(part.position) : size] = -1
+        self._given = {name: getattr(part, name) for name in ("position", "row", "table")}
 
     def _run(self, kind: _Kind) -> None:
         """Compute the part in `_inputs`."""
