@@ -25,9 +25,9 @@ from dms_train.kernels.layers.triton_linear import (
 from dms_train.kernels.layers.triton_norm import add_norm
 from dms_train.kernels.layers.triton_rope import rotate
 from dms_train.kernels.layers.triton_sample import sample, sample_workspace
-from dms_train.kernels.prefill.sparse import extend_prompt, plan_chunk
+from dms_train.kernels.prefill.sparse import extend_prompt
 from dms_train.kernels.prefill.triton_fp8 import read_fp8_pages, write_fp8_pages
-from dms_train.kernels.prefill.triton_state import changed_pages, commit_prefill, read_ring
+from dms_train.kernels.prefill.triton_state import changed_pages, commit_prefill, plan_prompt
 
 __all__ = [
     "accumulate",
@@ -47,9 +47,8 @@ __all__ = [
     "linear",
     "linear_workspace",
     "normed_input",
-    "plan_chunk",
+    "plan_prompt",
     "read_fp8_pages",
-    "read_ring",
     "release_pages",
     "report_status",
     "rotate",

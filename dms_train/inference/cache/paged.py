@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
@@ -42,8 +41,8 @@ from dms_train.kernels.decode.types import (
     PagedCache,
     Step,
 )
-from dms_train.kernels.prefill import sparse as prefill
-from dms_train.kernels.prefill.lists import Pages, Tokens
+from dms_train.kernels.prefill.lists import Pages, PrefillChunk, Tokens
+from dms_train.kernels.prefill.sparse import PrefillState
 from dms_train.method.base import MethodSpec
 
 _SOURCES = {rules.NEVER: NEVER, rules.EVERY: ALWAYS, rules.MARKED: SIGNAL}
@@ -250,9 +249,8 @@ class PagedKVCache:
         pages, results = self._most_pages(step), []
         for part in map(slice, range(0, b, together), range(together, b + together, together)):
             taken = sum(pages[part])
-            whole = step.lengths is None
             given = (step.rows[part], query[part], arrival.of(part))
-            chunk = Chunk(*given, taken, step.begins, whole, step.sinks)
+            chunk = Chunk(*given, taken, step.begins, step.sinks)
             results.append(self._prefill(layer, chunk))
         if len(results) == 1:
             return results[0]
@@ -350,38 +348,22 @@ class PagedKVCache:
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
         """Store and attend the next tokens of prompts with the kernels."""
         kernels = dispatch.triton_kernels()
-        rows, query, arrival, pages, begins, whole, sinks = tokens
+        rows, _, arrival, pages, begins, _ = tokens
         ring, rule = self._ring(layer), self._layer_rule(layer)
-        window, (n, d) = ring.shape[-1] - 1, query.shape[2:]
-        real = None if whole else arrival.position >= 0
-        if begins:
-            before = prefill.nothing(len(rows), self.lists.lengths.shape[-1], query.device)
-        else:
-            seen = arrival.position[:, 0].int()
-            before = prompt.state_before(self.lists.lengths[layer], ring, rows, seen, rule.source)
-        evicted = prompt.evictions(before, arrival.signal, n, real, rule)
-        count = None if real is None else real.sum(1, dtype=torch.int32)
-        chunk = kernels.plan_chunk(evicted, before, window, count)
-        size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
-        lengths = chunk.lengths.flatten().contiguous()
+        signal = arrival.signal if rule.source == SIGNAL else None
+        stored = (self.lists.lengths[layer], ring, rows)
+        before, chunk = kernels.plan_prompt(*stored, arrival.position, signal, rule, begins=begins)
+        lists, lengths = self.lists.numbers(layer, rows), chunk.lengths.view(-1)
         table = self._allocate(layer, rows, lists, lengths, pages)
         changed = None
-        if not begins and (self.pool.sharing or self._wide is not None):
-            changed = prompt.changed_pages(before, window, table.shape[-1], size)
+        if before.slots is not None and (self.pool.sharing or self._wide is not None):
+            size = self.pool.page_slots
+            changed = kernels.changed_pages(before.lengths, before.slots, table.shape[-1], size)
             if self.pool.sharing:
                 table = self.lists.copy_on_write(layer, rows, lists, changed)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
-            output = kernels.extend_prompt(
-                Tokens(query, arrival.key, arrival.value),
-                chunk,
-                before,
-                content,
-                window=window,
-                scale=d**-0.5,
-                evicts=rule.source != NEVER,
-                sinks=sinks,
-            )
+            output = self._extend_prompt(layer, tokens, chunk, before, content)
         except BaseException:  # `free` finds the pages of a KV list by its length
             self.lists.lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)
             raise
@@ -390,8 +372,25 @@ class PagedKVCache:
             self._wide.write(table, exponents, chunk.lengths, changed)
             self._exponents[layer, rows] = exponents
         self.lists.release(lists, lengths)
-        reads = prompt.commit_prefill(chunk, before, ring, rows, rule.source)
+        evicts = rule.source != NEVER
+        reads = kernels.commit_prefill(chunk, before, ring=ring, rows=rows, evicts=evicts)
         return Attended(output, reads)
+
+    def _extend_prompt(
+        self, layer: int, tokens: Chunk, chunk: PrefillChunk, before: PrefillState, content: Pages
+    ) -> Tensor:
+        """Store the kept tokens of a chunk and compute its attention."""
+        query, arrival = tokens.query, tokens.arrival
+        return dispatch.triton_kernels().extend_prompt(
+            Tokens(query, arrival.key, arrival.value),
+            chunk,
+            before,
+            content,
+            window=self._ring(layer).shape[-1] - 1,
+            scale=query.shape[-1] ** -0.5,
+            evicts=self._layer_rule(layer).source != NEVER,
+            sinks=tokens.sinks,
+        )
 
     def _prompt_pages(
         self, layer: int, rows: Tensor, table: Tensor, lengths: Tensor | None

@@ -1,13 +1,12 @@
 """Interface of the prompt kernels; `lists` and `sparse` describe their arguments.
 
-A prompt comes in chunks. The first chunk starts from `sparse.nothing`, a later one from a state
-that `read_ring` returns:
+A prompt comes in chunks:
 
-    chunk = kernels.plan_chunk(evicted, state, window)           # length of each list afterwards
+    state, chunk = kernels.plan_prompt(...)                      # length of each list afterwards
     kernels.allocate_pages(...)                                  # for chunk.lengths
     output = kernels.extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)
     kernels.release_pages(...)                                   # sets the lengths of the lists
-    reads = kernels.commit_prefill(chunk, ...)                   # writes the ring
+    reads = kernels.commit_prefill(chunk, state, ...)            # writes the ring
 
 No function waits for the device.
 
@@ -21,26 +20,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dms_train.kernels.decode.types import Decisions
 from dms_train.kernels.prefill.lists import Pages, PrefillChunk, Tokens
 from dms_train.kernels.prefill.sparse import PrefillState
 
 
 class PrefillKernels(Protocol):
     """Attention of prompts, their state in a paged cache, and copies out of and into FP8 pages."""
-
-    def plan_chunk(
-        self, evicted: Tensor, state: PrefillState, window: int, real: Tensor | None = None
-    ) -> PrefillChunk:
-        """Decide which tokens are kept, and how many slots each list needs (`lengths`).
-
-        Args:
-            evicted: bool [b, h, recent_tokens(window) + n] by key, of the tokens before the chunk
-                and of the chunk; [b, h, n] after `nothing`. Undecided tokens are False.
-            state: State before the chunk.
-            window: Distance up to which every key is read, in tokens.
-            real: int32 [b], number of real tokens, which come first in the chunk; None for n.
-        """
-        ...
 
     def extend_prompt(
         self,
@@ -58,7 +44,7 @@ class PrefillKernels(Protocol):
 
         Args:
             tokens: Query [b, h * g, n, d], key and value [b, h, n, d] of the chunk, with RoPE.
-            chunk: From `plan_chunk`.
+            chunk: From `plan_prompt`.
             state: State before the chunk.
             pages: At least `chunk.lengths` slots, in which the tokens of `state` lie; written.
             window: Distance up to which every key is read, in tokens.
@@ -72,31 +58,39 @@ class PrefillKernels(Protocol):
         """
         ...
 
-    def read_ring(
-        self, lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, recent: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the recent tokens of some rows in the order of their positions.
+    def plan_prompt(
+        self,
+        lengths: Tensor,
+        ring: Tensor,
+        rows: Tensor,
+        position: Tensor,
+        signal: Tensor | None,
+        rule: Decisions,
+        *,
+        begins: bool,
+    ) -> tuple[PrefillState, PrefillChunk]:
+        """Decide which tokens are kept, and how many slots each list needs (`lengths`).
 
         Args:
             lengths: int32 [r, h].
             ring: int32 [r, h, w + 1], as in `PagedCache`.
             rows: int64 [b].
-            seen: int32 [b], tokens so far.
-            recent: Number of recent tokens, at least w + 1.
+            position: int64 [b, n], of the chunk; -1 for padding, which comes last.
+            signal: bool [b, h, n], decisions of the chunk's tokens; None unless `rule.source` is
+                SIGNAL.
+            rule: NEVER, ALWAYS or SIGNAL, and how far back the governed token lies.
+            begins: Whether the chunk is the first of these prompts; their lists are empty.
 
         Returns:
-            `lengths` int32 [b, h], `evicted` bool [b, h, recent] and `slots` int32 [b, h, recent]
-            of a `PrefillState`.
+            State before the chunk, and the chunk.
         """
         ...
 
     def commit_prefill(
         self,
         chunk: PrefillChunk,
-        lengths: Tensor,
-        seen: Tensor,
+        before: PrefillState,
         *,
-        recent: int,
         ring: Tensor,
         rows: Tensor,
         evicts: bool,
@@ -105,9 +99,7 @@ class PrefillKernels(Protocol):
 
         Args:
             chunk: The chunk; its lists end with its last tokens.
-            lengths: int32 [b, h], before the chunk.
-            seen: int32 [b], tokens before the chunk.
-            recent: Number of these tokens that the chunk includes.
+            before: State before it.
             ring: int32 [r, h, w + 1]; updated.
             rows: int64 [b].
             evicts: Whether any token may be marked; otherwise the ring stays.

@@ -51,6 +51,7 @@ class PrefillChunk(NamedTuple):
         evicted: bool [b, h, s] by key.
         edges: int32 [b, h, ceil(s / EDGE) + 1], length of a KV list with all kept tokens
             before token EDGE * index in it.
+        lengths: int32 [b, h], length of each list with the whole chunk in it.
         start: int32 [b], first token that exists.
         stop: int32 [b], one after the last token that exists.
         kept: Number of tokens before `stop` that are kept regardless of decisions.
@@ -58,11 +59,7 @@ class PrefillChunk(NamedTuple):
 
     evicted: Tensor
     edges: Tensor
+    lengths: Tensor
     start: Tensor
     stop: Tensor
     kept: int
-
-    @property
-    def lengths(self) -> Tensor:
-        """Length of each list with the whole chunk in it, int32 [b, h]."""
-        return self.edges[..., -1]

@@ -57,8 +57,8 @@ def count(
     if stop is None:
         stop = torch.full_like(start, s)
     evicted = evicted.contiguous()
-    edges = triton_pack.count_survivors(evicted, before.contiguous(), kept, start, stop)
-    return PrefillChunk(evicted, edges, start, stop, kept)
+    edges, after = triton_pack.count_survivors(evicted, before.contiguous(), kept, start, stop)
+    return PrefillChunk(evicted, edges, after, start, stop, kept)
 
 
 def extend(
@@ -129,13 +129,6 @@ def empty(b: int, h: int, window: int, device: torch.device) -> PrefillState:
     return PrefillState(counts, counts[:, 0].contiguous(), none)
 
 
-def nothing(b: int, h: int, device: torch.device) -> PrefillState:
-    """Return the state before a chunk that is known to be the first; its `evicted` is empty."""
-    counts = torch.zeros(b, h, dtype=torch.int32, device=device)
-    seen = counts.view(-1)[:b]
-    return PrefillState(counts, seen, counts.new_empty(b, h, 0, dtype=torch.bool))
-
-
 def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
     """Return `PrefillState.slots` of lists that end with their last tokens."""
     offsets = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
@@ -143,17 +136,18 @@ def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
     return torch.where(held[:, None], lengths[..., None] + offsets, -1)
 
 
-def plan_chunk(
-    evicted: Tensor, state: PrefillState, window: int, real: Tensor | None = None
-) -> PrefillChunk:
-    """Count the kept tokens of a chunk; see `PrefillKernels.plan_chunk`."""
-    recent, kept = recent_tokens(window), window + 1
-    if state.evicted.shape[-1] == 0:
-        return count(evicted, state.lengths, kept=kept, start=state.seen, stop=real)
-    held = state.seen.clamp(max=kept)
-    stop = None if real is None else recent + real
-    before = state.lengths - held[:, None]
-    return count(evicted, before, kept=kept, start=recent - held, stop=stop)
+def plan_chunk(evicted: Tensor, state: PrefillState, window: int) -> PrefillChunk:
+    """Count the kept tokens of a chunk.
+
+    Args:
+        evicted: bool [b, h, recent_tokens(window) + n] by key, of the tokens before the chunk and
+            of the chunk. Undecided tokens are False.
+        state: State before the chunk.
+        window: Distance up to which every key is read, in tokens.
+    """
+    held = state.seen.clamp(max=window + 1)
+    before, start = state.lengths - held[:, None], recent_tokens(window) - held
+    return count(evicted, before, kept=window + 1, start=start)
 
 
 def extend_prompt(
@@ -179,10 +173,9 @@ def extend_prompt(
     slots = state.slots
     if slots is None:
         slots = last_slots(state.lengths, state.seen, window)
-    key, value = triton_pack.read_slots(pages, slots)
-    if state.slots is not None:
+    key, value = triton_pack.join_tokens(pages, slots, tokens.key, tokens.value)
+    if evicts and state.slots is not None:
         triton_state.close_gaps(pages, state.lengths, slots)
-    key, value = torch.cat([key, tokens.key], 2), torch.cat([value, tokens.value], 2)
     whole = Tokens(tokens.query, key, value)
     return extend(whole, chunk, pages, window=window, scale=scale, sinks=sinks)
 

@@ -26,8 +26,9 @@ def _survives(evicted, tokens, start, stop, kept, s):
 
 @triton.jit(do_not_specialize=["heads", "s", "kept"])
 def _count_kernel(
-    evicted, before, edges, start, stop, heads, s, kept, EDGE: tl.constexpr, COUNTED: tl.constexpr
-):
+    evicted, before, edges, after, start, stop, heads, s, kept,
+    EDGE: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
     """Count the kept tokens at the edges of one KV list."""
     kv_list = tl.program_id(0)
     first = tl.load(start + kv_list // heads)
@@ -45,6 +46,7 @@ def _count_kernel(
         tl.store(list_edges + block + places, running - found, mask=block + places < blocks)
         count += tl.sum(found, 0)
     tl.store(list_edges + blocks, count)
+    tl.store(after + kv_list, count)
 
 
 @triton.jit
@@ -98,38 +100,49 @@ def _pack_kernel(
                        PAGE, D, PADDED)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "s", "places"])
-def _slots_kernel(
-    key, value, pages, table, slots, heads, s, places,
+@triton.jit(do_not_specialize=["heads", "recent", "n", "places"])
+def _join_kernel(
+    key, value, pages, table, slots, new_key, new_value, key_strides, value_strides,
+    heads, recent, n, places,
     PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy slots of a KV list to dense rows; slots below 0 read 0."""
+    """Copy slots of a KV list, and then new tokens, to dense rows; slots below 0 read 0."""
     kv_list = tl.program_id(1)
+    b, h = kv_list // heads, kv_list % heads
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + kv_list * s + here, mask=here < s, other=-1)
     channels = tl.arange(0, PADDED)
-    used = (slot >= 0)[:, None] & (channels < D)
+    inside = channels < D
+    slot = tl.load(slots + kv_list * recent + here, mask=here < recent, other=-1)
+    used = (slot >= 0)[:, None] & inside
     page = tl.load(table + kv_list * places + slot // PAGE, mask=slot >= 0, other=0).to(tl.int64)
     at = pages + (page * (2 * PAGE) + slot % PAGE)[:, None] * D + channels
-    row = (kv_list.to(tl.int64) * s + here)[:, None] * D + channels
-    real = (here < s)[:, None] & (channels < D)
-    tl.store(key + row, tl.load(at, mask=used, other=0.0), mask=real)
-    tl.store(value + row, tl.load(at + PAGE * D, mask=used, other=0.0), mask=real)
+    k, v = tl.load(at, mask=used, other=0.0), tl.load(at + PAGE * D, mask=used, other=0.0)
+    token = (here - recent).to(tl.int64)[:, None]
+    arrives = ((here >= recent) & (here < recent + n))[:, None] & inside
+    new_key += b.to(tl.int64) * key_strides[0] + h * key_strides[1]
+    new_value += b.to(tl.int64) * value_strides[0] + h * value_strides[1]
+    k += tl.load(new_key + token * key_strides[2] + channels, mask=arrives, other=0.0)
+    v += tl.load(new_value + token * value_strides[2] + channels, mask=arrives, other=0.0)
+    row = (kv_list.to(tl.int64) * (recent + n) + here)[:, None] * D + channels
+    real = (here < recent + n)[:, None] & inside
+    tl.store(key + row, k, mask=real)
+    tl.store(value + row, v, mask=real)
 
 
 def count_survivors(
     evicted: Tensor, before: Tensor, kept: int, start: Tensor, stop: Tensor
-) -> Tensor:
-    """Return the edges of a chunk, int32 [b, h, ceil(s / EDGE) + 1]; see `PrefillChunk`."""
+) -> tuple[Tensor, Tensor]:
+    """Return the edges and lengths of a chunk; see `PrefillChunk`."""
     b, h, s = evicted.shape
     blocks = triton.cdiv(s, EDGE)
-    edges = torch.empty(b, h, blocks + 1, dtype=torch.int32, device=evicted.device)
+    edges = before.new_empty(b, h, blocks + 1)
+    after = torch.empty_like(before)
     counted = min(_COUNTED, triton.next_power_of_2(blocks))
     _count_kernel[(b * h,)](
-        evicted.view(torch.uint8), before, edges, start, stop, h, s, kept,
+        evicted.view(torch.uint8), before, edges, after, start, stop, h, s, kept,
         EDGE=EDGE, COUNTED=counted, num_warps=8,
     )  # fmt: skip
-    return edges
+    return edges, after
 
 
 def pack_survivors(key: Tensor, value: Tensor, chunk: PrefillChunk, pages: Pages) -> None:
@@ -154,13 +167,24 @@ def pack_survivors(key: Tensor, value: Tensor, chunk: PrefillChunk, pages: Pages
     )  # fmt: skip
 
 
-def read_slots(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Read keys and values [b, h, s, d] of slots, int32 [b, h, s]; slots below 0 read 0."""
-    b, h, s = slots.shape
-    d = pages.pages.shape[-1]
-    key, value = pages.pages.new_empty(2, b, h, s, d)
-    _slots_kernel[(triton.cdiv(s, EDGE), b * h)](
-        key, value, pages.pages, pages.table, slots.contiguous(), h, s, pages.table.shape[-1],
+def join_tokens(pages: Pages, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Put the tokens of slots before new tokens.
+
+    Args:
+        pages: Pages of the lists.
+        slots: int32 [b, h, k]; slots below 0 read 0.
+        key: [b, h, n, d]; d lies densely.
+        value: [b, h, n, d].
+
+    Returns:
+        Key and value, [b, h, k + n, d] each.
+    """
+    b, h, n, d = key.shape
+    recent = slots.shape[2]
+    whole_key, whole_value = pages.pages.new_empty(2, b, h, recent + n, d)
+    _join_kernel[(triton.cdiv(recent + n, EDGE), b * h)](
+        whole_key, whole_value, pages.pages, pages.table, slots.contiguous(), key, value,
+        key.stride()[:3], value.stride()[:3], h, recent, n, pages.table.shape[-1],
         PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), BLOCK=EDGE,
     )  # fmt: skip
-    return key, value
+    return whole_key, whole_value

@@ -15,31 +15,101 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.prefill.lists import Pages, PrefillChunk
+from dms_train.kernels.decode.types import ALWAYS, NEVER, SIGNAL, Decisions
+from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk
+from dms_train.kernels.prefill.sparse import PrefillState, recent_tokens
 
+_NEVER, _ALWAYS, _SIGNAL = tl.constexpr(NEVER), tl.constexpr(ALWAYS), tl.constexpr(SIGNAL)
 _TOKENS = 128  # tokens of a chunk that are counted at a time
+_POSITIONS = 1024  # positions of a chunk that are read at a time
+_EDGES = 128  # edges of a chunk that are planned at a time
 _PLACES = 64  # pages of a program
 _PAIRS = 2**13  # numbers compared or moved at a time
 
 
-@triton.jit(do_not_specialize=["heads"])
-def _recent_kernel(
-    length_ptr, ring_ptr, rows_ptr, seen_ptr, length_out, evicted_ptr, slot_ptr, heads,
-    RING: tl.constexpr, RECENT: tl.constexpr, PADDED: tl.constexpr,
+@triton.jit
+def _marks(
+    place, seen, ring_ptr, position_ptr, signal_ptr, signal_n, n, shift,
+    RING: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Read the ring of one KV list in the order of positions."""
+    """Return whether tokens of a chunk are evicted, as far as it is decided."""
+    back = RECENT - place  # above 0 before the chunk
+    token = seen - back
+    noted = (back > 0) & (back <= RING) & (token >= 0)
+    before = tl.load(ring_ptr + token % RING, mask=noted, other=0) % 2 == 1
+    decides = place - RECENT + shift  # index in the chunk of the token that decides
+    inside = (decides >= 0) & (decides < n)
+    there = inside & (tl.load(position_ptr + decides, mask=inside, other=-1) >= 0)
+    now = tl.load(signal_ptr + decides.to(tl.int64) * signal_n, mask=there, other=0) != 0
+    return tl.where(there, now, before)
+
+
+@triton.jit(do_not_specialize=["heads", "n", "shift", "signal_b", "signal_h", "signal_n"])
+def _plan_kernel(
+    length_ptr, ring_ptr, rows_ptr, position_ptr, signal_ptr,
+    held_ptr, seen_ptr, slot_ptr, evicted_ptr, edges_ptr, after_ptr, start_ptr, stop_ptr,
+    heads, n, shift, signal_b, signal_h, signal_n,
+    SOURCE: tl.constexpr, RING: tl.constexpr, RECENT: tl.constexpr, PADDED: tl.constexpr,
+    EDGE: tl.constexpr, COUNTED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Read the state of one KV list, and count which tokens of a chunk are kept."""
     kv_list = tl.program_id(0)
-    b = kv_list // heads
-    stored = tl.load(rows_ptr + b).to(tl.int64) * heads + kv_list % heads
-    tl.store(length_out + kv_list, tl.load(length_ptr + stored))
-    place = tl.arange(0, PADDED)
-    back = RECENT - place
-    token = tl.load(seen_ptr + b) - back
-    held = (place < RECENT) & (token >= 0) & (back <= RING)
-    entry = tl.load(ring_ptr + stored * RING + token % RING, mask=held, other=0)
-    at = kv_list.to(tl.int64) * RECENT + place
-    tl.store(slot_ptr + at, tl.where(held, entry // 2, -1), mask=place < RECENT)
-    tl.store(evicted_ptr + at, (entry % 2).to(tl.uint8), mask=place < RECENT)
+    b, h = kv_list // heads, kv_list % heads
+    stored = tl.load(rows_ptr + b).to(tl.int64) * heads + h
+    ring_ptr += stored * RING
+    position_ptr += b.to(tl.int64) * n
+    found = tl.zeros([TOKENS], tl.int32)
+    for begin in range(0, n, TOKENS):
+        at = begin + tl.arange(0, TOKENS)
+        found += (tl.load(position_ptr + at, mask=at < n, other=-1) >= 0).to(tl.int32)
+    stop = RECENT + tl.sum(found, 0)
+    if RECENT > 0:
+        length = tl.load(length_ptr + stored)
+        seen = tl.load(position_ptr).to(tl.int32)
+        place = tl.arange(0, PADDED)
+        back = RECENT - place
+        there = (place < RECENT) & (seen >= back) & (back <= RING)
+        if SOURCE == _NEVER:  # no token has ever moved
+            slot = length - back
+        else:
+            slot = tl.load(ring_ptr + (seen - back) % RING, mask=there, other=0) // 2
+        at = kv_list.to(tl.int64) * RECENT + place
+        tl.store(slot_ptr + at, tl.where(there, slot, -1), mask=place < RECENT)
+    else:
+        length = tl.full([], 0, tl.int32)
+        seen = tl.full([], 0, tl.int32)
+    dense = tl.minimum(seen, RING)
+    start = RECENT - dense
+    tl.store(held_ptr + kv_list, length)
+    if h == 0:
+        tl.store(seen_ptr + b, seen)
+        tl.store(start_ptr + b, start)
+        tl.store(stop_ptr + b, stop)
+    s = RECENT + n
+    blocks = tl.cdiv(s, EDGE)
+    evicted_ptr += kv_list.to(tl.int64) * s
+    edges_ptr += kv_list * (blocks + 1)
+    if SOURCE == _SIGNAL:
+        signal_ptr += b.to(tl.int64) * signal_b + h.to(tl.int64) * signal_h
+    places = tl.arange(0, COUNTED)
+    tokens = places[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    count = length - dense
+    for block in range(0, blocks, COUNTED):
+        token = block * EDGE + tokens
+        if SOURCE == _SIGNAL:
+            marked = _marks(
+                token, seen, ring_ptr, position_ptr, signal_ptr, signal_n, n, shift, RING, RECENT
+            )
+        else:
+            marked = (token >= 0) & (SOURCE == _ALWAYS)
+        tl.store(evicted_ptr + token, marked.to(tl.uint8), mask=token < s)
+        stays = (token >= start) & (token < stop) & ((token >= stop - RING) | (marked == 0))
+        kept = tl.sum(stays.to(tl.int32), 1)
+        running = count + tl.cumsum(kept, 0)
+        tl.store(edges_ptr + block + places, running - kept, mask=block + places < blocks)
+        count += tl.sum(kept, 0)
+    tl.store(edges_ptr + blocks, count)
+    tl.store(after_ptr + kv_list, count)
 
 
 @triton.jit(do_not_specialize=["heads", "s", "recent"])
@@ -144,38 +214,48 @@ def _gaps_kernel(
             tl.store(new + PAGE * D, tl.load(old + PAGE * D, mask=inside), mask=inside)
 
 
-def read_ring(
-    lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, recent: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Read the recent tokens from a ring; see `PrefillKernels.read_ring`."""
-    b, h, size = len(rows), lengths.shape[1], ring.shape[-1]
-    row_lengths = lengths.new_empty(b, h)
-    evicted = torch.empty(b, h, recent, dtype=torch.bool, device=ring.device)
-    slots = lengths.new_empty(b, h, recent)
-    _recent_kernel[(b * h,)](
-        lengths, ring, rows, seen, row_lengths, evicted.view(torch.uint8), slots, h,
-        RING=size, RECENT=recent, PADDED=triton.next_power_of_2(recent), num_warps=4,
+def plan_prompt(
+    lengths: Tensor,
+    ring: Tensor,
+    rows: Tensor,
+    position: Tensor,
+    signal: Tensor | None,
+    rule: Decisions,
+    *,
+    begins: bool,
+) -> tuple[PrefillState, PrefillChunk]:
+    """Read the state of some rows and plan a chunk; see `PrefillKernels.plan_prompt`."""
+    (b, n), h, size, device = position.shape, lengths.shape[1], ring.shape[-1], ring.device
+    recent = 0 if begins else recent_tokens(size - 1)
+    blocks = triton.cdiv(recent + n, EDGE)
+    held, after = lengths.new_empty(2, b, h)
+    seen, start, stop = lengths.new_empty(3, b)
+    slots = None if begins else lengths.new_empty(b, h, recent)
+    evicted = torch.empty(b, h, recent + n, dtype=torch.bool, device=device)
+    edges = lengths.new_empty(b, h, blocks + 1)
+    decided = None if signal is None else signal.view(torch.uint8)
+    _plan_kernel[(b * h,)](
+        lengths, ring, rows, position, decided,
+        held, seen, slots, evicted.view(torch.uint8), edges, after, start, stop,
+        h, n, rule.shift, *((0, 0, 0) if signal is None else signal.stride()),
+        SOURCE=rule.source, RING=size, RECENT=recent, PADDED=triton.next_power_of_2(max(1, recent)),
+        EDGE=EDGE, COUNTED=min(_EDGES, triton.next_power_of_2(blocks)), TOKENS=_POSITIONS,
+        num_warps=8,
     )  # fmt: skip
-    return row_lengths, evicted, slots
+    state = PrefillState(held, seen, evicted[..., :recent], slots)
+    return state, PrefillChunk(evicted, edges, after, start, stop, kept=size)
 
 
 def commit_prefill(
-    chunk: PrefillChunk,
-    lengths: Tensor,
-    seen: Tensor,
-    *,
-    recent: int,
-    ring: Tensor,
-    rows: Tensor,
-    evicts: bool,
+    chunk: PrefillChunk, before: PrefillState, *, ring: Tensor, rows: Tensor, evicts: bool
 ) -> Tensor:
     """Write the ring and count reads; see `PrefillKernels.commit_prefill`."""
     b, h, s = chunk.evicted.shape
     size = ring.shape[-1]
     reads = torch.empty(b, h, dtype=torch.int64, device=ring.device)
     _commit_kernel[(b * h,)](
-        chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, chunk.stop, lengths, seen, rows,
-        ring, reads, h, s, chunk.edges.shape[-1], recent,
+        chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, chunk.stop, before.lengths,
+        before.seen, rows, ring, reads, h, s, chunk.edges.shape[-1], before.evicted.shape[-1],
         RING=size, PADDED=triton.next_power_of_2(size), TOKENS=_TOKENS, EVICTS=evicts, num_warps=4,
     )  # fmt: skip
     return reads

@@ -18,7 +18,6 @@ from dms_train.kernels.decode.types import (
     SlotLogits,
     Step,
 )
-from dms_train.kernels.prefill import sparse
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from tests.support import paged_cases
 
@@ -91,18 +90,19 @@ def prefill(kernels: dispatch.Kernels, cache: PagedCache, text: Text, n: int) ->
     """Output [b, n, h * g, d] of the first n tokens."""
     tokens = [rotated(text.query, text), rotated(text.key, text), text.value]
     tokens = [x[:, :n].transpose(1, 2).contiguous() for x in tokens]
-    state = sparse.nothing(len(ROWS), HEADS, DEVICE)
-    chunk = kernels.plan_chunk(text.evicted[..., :n], state, WINDOW)
+    stored, position = (cache.lengths, cache.ring, ROWS), torch.arange(n, device=DEVICE)
+    rule, decided = Decisions(SIGNAL, shift=0), text.evicted[..., :n]
+    state, chunk = kernels.plan_prompt(
+        *stored, position.repeat(len(ROWS), 1), decided, rule, begins=True
+    )
     lists = (ROWS[:, None] * HEADS + torch.arange(HEADS, device=DEVICE)).flatten()
-    after = chunk.lengths.flatten().contiguous()
+    after = chunk.lengths.flatten()
     every = (cache.table.flatten(0, 1), cache.lengths.view(-1), after, lists, cache.free, PAGE)
     kernels.allocate_pages(*every)
     pages = Pages(cache.pages, cache.table[ROWS])
     output = kernels.extend_prompt(Tokens(*tokens), chunk, state, pages, window=WINDOW, scale=SCALE)
     kernels.release_pages(*every)
-    kernels.commit_prefill(
-        chunk, state.lengths, state.seen, recent=0, ring=cache.ring, rows=ROWS, evicts=True
-    )
+    kernels.commit_prefill(chunk, state, ring=cache.ring, rows=ROWS, evicts=True)
     return output.transpose(1, 2)
 
 

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.kernels import dispatch
-from dms_train.kernels.decode.types import FreePages
+from dms_train.kernels.decode.types import ALWAYS, NEVER, SIGNAL, Decisions, FreePages
 from dms_train.kernels.prefill import triton_state
-from dms_train.kernels.prefill.lists import Pages
-from dms_train.kernels.prefill.sparse import count, recent_tokens
+from dms_train.kernels.prefill.lists import EDGE, Pages
+from dms_train.kernels.prefill.sparse import PrefillState, count, recent_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -27,23 +27,85 @@ def on_device(values, dtype=torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def test_the_ring_is_read_in_the_order_of_positions():
-    draw, seen, rows = random.Random(0), [3, 0, 20], [2, 0, 3]
-    shape = (ROWS, HEADS, WINDOW + 1)
-    ring = torch.randint(0, 90, shape, dtype=torch.int32, generator=torch.manual_seed(1)).to(DEVICE)
-    lengths = on_device([[draw.randint(0, 99) for _ in range(HEADS)] for _ in range(ROWS)])
-    found = triton_state.read_ring(
-        lengths, ring, on_device(rows, torch.int64), on_device(seen), RECENT
-    )
-    assert torch.equal(found[0], lengths[rows])
-    for b, (row, tokens) in enumerate(zip(rows, seen, strict=True)):
+class Planned:
+    """A chunk of three prompts planned by the kernel, and the same by loops over its tokens."""
+
+    ROWS, REAL, PADDED = (2, 0, 3), (9, 1, 130), 130
+
+    def __init__(self, rule: Decisions, seen: list[int]) -> None:
+        self.rule, self.seen, self.begins = rule, seen, not any(seen)
+        self.recent = 0 if self.begins else RECENT
+        draw = torch.Generator().manual_seed(1)
+        shape = (ROWS, HEADS, WINDOW + 1)
+        self.ring = torch.randint(0, 90, shape, dtype=torch.int32, generator=draw)
+        self.lengths = torch.randint(40, 99, (ROWS, HEADS), dtype=torch.int32, generator=draw)
+        self.signal = torch.rand(3, self.PADDED, HEADS, generator=draw) < 0.6
+        self.signal = self.signal.transpose(1, 2)  # as a model has it
+        position = torch.full((3, self.PADDED), -1)
+        for i, (before, real) in enumerate(zip(seen, self.REAL, strict=True)):
+            position[i, :real] = before + torch.arange(real)
+        given = (self.lengths, self.ring, torch.tensor(self.ROWS), position)
+        signal = self.signal.to(DEVICE) if rule.source == SIGNAL else None
+        self.state, self.chunk = triton_state.plan_prompt(
+            *(x.to(DEVICE) for x in given), signal, rule, begins=self.begins
+        )
+
+    def entry(self, i: int, h: int, place: int) -> int | None:
+        """Entry of the ring for a token before the chunk; None where it has none."""
+        token = self.seen[i] - self.recent + place
+        if place >= self.recent or token < max(0, self.seen[i] - WINDOW - 1):
+            return None
+        return int(self.ring[self.ROWS[i], h, token % (WINDOW + 1)])
+
+    def slot(self, i: int, h: int, place: int) -> int:
+        entry = self.entry(i, h, place)
+        if entry is None:
+            return -1
+        if self.rule.source == NEVER:
+            return int(self.lengths[self.ROWS[i], h]) - self.recent + place
+        return entry // 2
+
+    def evicted(self, i: int, h: int, place: int) -> bool:
+        if self.rule.source != SIGNAL:
+            return self.rule.source == ALWAYS
+        decides = place - self.recent + self.rule.shift
+        if 0 <= decides < self.REAL[i]:
+            return bool(self.signal[i, h, decides])
+        return (self.entry(i, h, place) or 0) % 2 == 1
+
+
+RULES = [Decisions(NEVER), Decisions(ALWAYS), *(Decisions(SIGNAL, shift=s) for s in (0, 1, 6))]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["never", "always", "now", "next", "immediate"])
+@pytest.mark.parametrize("seen", [[0, 0, 0], [3, 1, 20]], ids=["first", "later"])
+def test_a_chunk_is_planned_from_the_ring_and_its_decisions(rule, seen):
+    plan = Planned(rule, seen)
+    state, chunk = plan.state, plan.chunk
+    assert state.seen.tolist() == seen
+    assert state.evicted.shape[-1] == plan.recent
+    assert chunk.kept == WINDOW + 1
+    for i, row in enumerate(plan.ROWS):
+        held = min(seen[i], WINDOW + 1)
+        start, stop = plan.recent - held, plan.recent + plan.REAL[i]
+        assert (int(chunk.start[i]), int(chunk.stop[i])) == (start, stop)
         for h in range(HEADS):
-            for place in range(RECENT):
-                token = tokens - RECENT + place
-                there = token >= max(0, tokens - WINDOW - 1)
-                entry = int(ring[row, h, token % (WINDOW + 1)])
-                assert int(found[2][b, h, place]) == (entry // 2 if there else -1)
-                assert bool(found[1][b, h, place]) == (there and entry % 2 == 1)
+            length = 0 if plan.begins else int(plan.lengths[row, h])
+            assert int(state.lengths[i, h]) == length
+            if plan.begins:
+                assert state.slots is None
+            else:
+                slots = [plan.slot(i, h, place) for place in range(plan.recent)]
+                assert state.slots[i, h].tolist() == slots
+            marks = [plan.evicted(i, h, place) for place in range(plan.recent + plan.PADDED)]
+            assert chunk.evicted[i, h].tolist() == marks
+            stays = [
+                start <= place < stop and (place >= stop - WINDOW - 1 or not mark)
+                for place, mark in enumerate(marks)
+            ]
+            edges = [length - held + sum(stays[:edge]) for edge in range(0, len(stays), EDGE)]
+            assert chunk.edges[i, h].tolist() == [*edges, length - held + sum(stays)]
+            assert int(chunk.lengths[i, h]) == length - held + sum(stays)
 
 
 @pytest.mark.parametrize("evicts", [True, False])
@@ -61,12 +123,12 @@ def test_a_chunk_is_counted_and_noted_in_the_ring(recent, seen, real, evicts):
     chunk = count(
         evicted.to(DEVICE), older, kept=WINDOW + 1, start=on_device(start), stop=on_device(stop)
     )
-    lengths = older + on_device(held)[:, None]
+    before = PrefillState(
+        older + on_device(held)[:, None], on_device(seen), chunk.evicted[..., :recent]
+    )
     ring = torch.full((ROWS, HEADS, WINDOW + 1), -7, dtype=torch.int32, device=DEVICE)
     place = on_device(rows, torch.int64)
-    reads = triton_state.commit_prefill(
-        chunk, lengths, on_device(seen), recent=recent, ring=ring, rows=place, evicts=evicts
-    )
+    reads = triton_state.commit_prefill(chunk, before, ring=ring, rows=place, evicts=evicts)
     for i in range(b):
         for h in range(HEADS):
             wanted = real[i] * int(older[i, h])
