@@ -292,13 +292,17 @@ def _gated(m: Microbatch) -> int:
 
 
 def _adapted(m: Microbatch) -> int:
-    """Return the bytes that adapters keep: narrow products, and the joined narrow matrix."""
-    count = adapters(m.architecture, m.trainable, m.method)
+    """Return the bytes that adapters keep: narrow products, and the joined narrow matrices."""
+    a, rank, targets = m.architecture, m.trainable.lora.rank, m.trainable.targets
+    count = adapters(a, m.trainable, m.method)
     own = count.channels // m.tp
-    narrow = m.tokens * own
-    for target in m.trainable.targets:
-        narrow += (m.own_tokens if target == "o" else m.tokens) * m.trainable.lora.rank
-    return (count.inner * m.architecture.hidden_size + narrow) * m.width + own * _INT64
+    narrow = m.tokens * own + m.own_tokens * rank * ("o" in targets)
+    if joined := [target for target in targets if target != "o"]:
+        # one product for all of them and for the channels of all ranks
+        narrow += m.tokens * (rank * len(joined) + count.channels)
+        heads = a.num_attention_heads * (1 + a.described.output_gate) + 2 * a.num_query_groups
+        narrow += heads * a.kv_channels // m.tp * rank * len(joined)
+    return (count.inner * a.hidden_size + narrow) * m.width + own * _INT64
 
 
 def _routing(m: Microbatch) -> int:
