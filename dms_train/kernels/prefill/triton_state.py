@@ -44,7 +44,10 @@ def _marks(
     return tl.where(there, now, before)
 
 
-@triton.jit(do_not_specialize=["heads", "n", "shift", "signal_b", "signal_h", "signal_n"])
+@triton.jit(
+    do_not_specialize=["heads", "n", "shift", "signal_b", "signal_h", "signal_n"],
+    do_not_specialize_on_alignment=["position_ptr", "signal_ptr"],
+)
 def _plan_kernel(
     length_ptr, ring_ptr, rows_ptr, position_ptr, signal_ptr,
     held_ptr, seen_ptr, slot_ptr, evicted_ptr, edges_ptr, after_ptr, start_ptr, stop_ptr,
@@ -228,8 +231,9 @@ def plan_prompt(
     (b, n), h, size, device = position.shape, lengths.shape[1], ring.shape[-1], ring.device
     recent = 0 if begins else recent_tokens(size - 1)
     blocks = triton.cdiv(recent + n, EDGE)
-    held, after = lengths.new_empty(2, b, h)
-    seen, start, stop = lengths.new_empty(3, b)
+    # each in memory of its own: kernels are compiled apart for addresses that 16 does not divide
+    held, after = (lengths.new_empty(b, h) for _ in range(2))
+    seen, start, stop = (lengths.new_empty(b) for _ in range(3))
     slots = None if begins else lengths.new_empty(b, h, recent)
     evicted = torch.empty(b, h, recent + n, dtype=torch.bool, device=device)
     edges = lengths.new_empty(b, h, blocks + 1)
