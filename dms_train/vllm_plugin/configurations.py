@@ -10,6 +10,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -34,6 +35,12 @@ class MistralConfigDMS(MistralConfig):
     """Mistral with full attention."""
 
     model_type = "dms_mistral"
+
+
+class Phi3ConfigDMS(Phi3Config):
+    """Phi-4."""
+
+    model_type = "dms_phi3"
 
 
 class Qwen2ConfigDMS(Qwen2Config):
@@ -64,6 +71,7 @@ CONFIGURATIONS: tuple[type[PretrainedConfig], ...] = (
     Gemma3TextConfigDMS,
     LlamaConfigDMS,
     MistralConfigDMS,
+    Phi3ConfigDMS,
     Qwen2ConfigDMS,
     Qwen3ConfigDMS,
     Qwen3MoeConfigDMS,

@@ -187,6 +187,10 @@ def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM),
             "it has an attention backend of its own; remove --attention-backend",
         ),
+        (
+            "rope" in str(config.model_config.hf_overrides),
+            "RoPE is that of the export; remove it from --hf-overrides",
+        ),
         (runner != "generate", f"runner={runner} is not supported; use generate"),
         (
             nan_checks,

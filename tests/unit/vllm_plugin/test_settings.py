@@ -46,6 +46,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "e5m2 cache": ({"kv_cache_dtype": "fp8_e5m2"}, {}, "kv_cache_dtype=fp8_e5m2 is not supported"),
     "odd blocks": ({"block_size": 48}, {}, "block_size=48 is not a power of two"),
     "lora": ({"enable_lora": True}, {}, "LoRA changes the eviction channel"),
+    "own RoPE": (
+        {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
+        {},
+        "RoPE is that of the export",
+    ),
     "own scheduler": (
         {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         {},
