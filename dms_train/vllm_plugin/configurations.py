@@ -10,6 +10,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -35,6 +36,12 @@ class MistralConfigDMS(MistralConfig):
     """Mistral with full attention."""
 
     model_type = "dms_mistral"
+
+
+class Olmo3ConfigDMS(Olmo3Config):
+    """OLMo 3."""
+
+    model_type = "dms_olmo3"
 
 
 class Phi3ConfigDMS(Phi3Config):
@@ -71,6 +78,7 @@ CONFIGURATIONS: tuple[type[PretrainedConfig], ...] = (
     Gemma3TextConfigDMS,
     LlamaConfigDMS,
     MistralConfigDMS,
+    Olmo3ConfigDMS,
     Phi3ConfigDMS,
     Qwen2ConfigDMS,
     Qwen3ConfigDMS,

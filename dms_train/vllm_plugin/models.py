@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -23,6 +23,7 @@ from dms_train.inference.models.blocks import rotary_tables
 from dms_train.kernels.decode.types import FP8
 from dms_train.vllm_plugin.attention import DMSAttention, NoRotation
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool, granted_cache
+from dms_train.vllm_plugin.olmo3 import Olmo3Layer
 from dms_train.vllm_plugin.settings import FP8_CACHES, read_dms_spec
 from dms_train.vllm_plugin.state import DMSModelState
 
@@ -114,6 +115,13 @@ class LlamaForCausalLMDMS(Retrofitted, LlamaForCausalLM):
 
 class MistralForCausalLMDMS(Retrofitted, MistralForCausalLM):
     """Mistral with full attention."""
+
+
+class Olmo3ForCausalLMDMS(Retrofitted, LlamaForCausalLM):
+    """OLMo 3."""
+
+    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", **_: Any) -> LlamaModel:
+        return LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=Olmo3Layer)
 
 
 class Phi3ForCausalLMDMS(Retrofitted, Phi3ForCausalLM):

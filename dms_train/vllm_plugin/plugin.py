@@ -8,6 +8,7 @@ SERVED_FAMILIES = (
     "gemma3_text",
     "llama",
     "mistral",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen3",

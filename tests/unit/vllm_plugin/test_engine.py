@@ -34,6 +34,7 @@ EXPORTS = {
     "llama-dms": ("llama", "dms", "dms"),
     "llama-fastdms": ("llama", "fastdms", "dms_fastdms"),
     "mistral-dms": ("mistral", "dms", "dms"),
+    "olmo3-dms": ("olmo3", "dms", "dms"),
     "phi3-dms": ("phi3", "dms", "dms"),
     "qwen2-dms": ("qwen2", "dms", "dms"),
     "qwen3-dms": ("qwen3", "dms", "dms"),
