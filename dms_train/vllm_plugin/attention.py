@@ -107,6 +107,11 @@ class DMSBackend(AttentionBackend):
         """Return True; newer versions of vLLM ask before they build a layer with a window."""
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True, for layers with sinks."""
+        return True
+
     @staticmethod
     def get_impl_cls() -> type[DMSAttentionImpl]:
         """Return the implementation."""

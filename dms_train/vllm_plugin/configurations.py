@@ -8,6 +8,7 @@ from __future__ import annotations
 from transformers import (
     AutoConfig,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Olmo3Config,
@@ -24,6 +25,12 @@ class Gemma3TextConfigDMS(Gemma3TextConfig):
     """Gemma 3, the language models."""
 
     model_type = "dms_gemma3_text"
+
+
+class GptOssConfigDMS(GptOssConfig):
+    """gpt-oss."""
+
+    model_type = "dms_gpt_oss"
 
 
 class LlamaConfigDMS(LlamaConfig):
@@ -76,6 +83,7 @@ class SmolLM3ConfigDMS(SmolLM3Config):
 
 CONFIGURATIONS: tuple[type[PretrainedConfig], ...] = (
     Gemma3TextConfigDMS,
+    GptOssConfigDMS,
     LlamaConfigDMS,
     MistralConfigDMS,
     Olmo3ConfigDMS,

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
 
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture, resolve
@@ -46,21 +48,24 @@ class Retrofitted(nn.Module):
     """Mixin of a model class: attention through the cache, RoPE in the kernels.
 
     Attributes:
+        attention_name: Attribute of a layer that holds its attention.
         retrofit: Parts that the model state needs.
     """
 
+    attention_name = "self_attn"
     model: Any  # of the other base class
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         a = read_architecture(resolve(vllm_config.model_config.model))
-        blocks = [layer.self_attn for layer in self.model.layers]
+        blocks = [getattr(layer, self.attention_name) for layer in self.model.layers]
         order = torch.tensor(channel_order(a))
         for number, block in enumerate(blocks):
             block.attn = DMSAttention(block.attn, number, len(blocks), vllm_config)
             block.rotary_emb = NoRotation(block.scaling * block.head_dim**0.5, order)
         attention = [block.attn for block in blocks]
         cache = _build_cache(attention, vllm_config, [own.window for own in a.attention_layers])
+        cache.sinks = [getattr(block, "sinks", None) for block in blocks]
         tables = _rotary_tables(a, vllm_config.model_config)
         # a tuple, so that torch registers no module twice
         self.retrofit = Retrofit(attention, cache, tables)
@@ -107,6 +112,16 @@ def _build_cache(
 
 class Gemma3ForCausalLMDMS(Retrofitted, Gemma3ForCausalLM):
     """Gemma 3, the language models."""
+
+
+class GptOssForCausalLMDMS(Retrofitted, GptOssForCausalLM):
+    """gpt-oss."""
+
+    attention_name = "attn"
+    # vLLM 0.24 names the experts so, but looks for them in bf16 under their earlier name
+    hf_to_vllm_mapper = GptOssForCausalLM.hf_to_vllm_mapper | WeightsMapper(
+        orig_to_new_substr={".mlp.experts.": ".mlp.experts.routed_experts."}
+    )
 
 
 class LlamaForCausalLMDMS(Retrofitted, LlamaForCausalLM):
