@@ -8,6 +8,7 @@ from __future__ import annotations
 from transformers import (
     AutoConfig,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -25,6 +26,12 @@ class Gemma3TextConfigDMS(Gemma3TextConfig):
     """Gemma 3, the language models."""
 
     model_type = "dms_gemma3_text"
+
+
+class Glm4ConfigDMS(Glm4Config):
+    """GLM-4."""
+
+    model_type = "dms_glm4"
 
 
 class GptOssConfigDMS(GptOssConfig):
@@ -83,6 +90,7 @@ class SmolLM3ConfigDMS(SmolLM3Config):
 
 CONFIGURATIONS: tuple[type[PretrainedConfig], ...] = (
     Gemma3TextConfigDMS,
+    Glm4ConfigDMS,
     GptOssConfigDMS,
     LlamaConfigDMS,
     MistralConfigDMS,

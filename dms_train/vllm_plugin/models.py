@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.glm4 import Glm4ForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -112,6 +113,10 @@ def _build_cache(
 
 class Gemma3ForCausalLMDMS(Retrofitted, Gemma3ForCausalLM):
     """Gemma 3, the language models."""
+
+
+class Glm4ForCausalLMDMS(Retrofitted, Glm4ForCausalLM):
+    """GLM-4."""
 
 
 class GptOssForCausalLMDMS(Retrofitted, GptOssForCausalLM):

@@ -6,6 +6,7 @@ from dms_train.families import FAMILIES
 
 SERVED_FAMILIES = (
     "gemma3_text",
+    "glm4",
     "gpt_oss",
     "llama",
     "mistral",

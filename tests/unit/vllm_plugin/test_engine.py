@@ -32,6 +32,7 @@ EXPORTS = {
     "qwen3-moe-dms": ("qwen3_moe", "dms", "dms"),
     "gpt-oss-dms": ("gpt_oss", "dms", "dms"),
     "gemma3-dms": ("gemma3_text", "dms", "dms"),
+    "glm4-dms": ("glm4", "dms", "dms"),
     "llama-dms": ("llama", "dms", "dms"),
     "llama-fastdms": ("llama", "fastdms", "dms_fastdms"),
     "mistral-dms": ("mistral", "dms", "dms"),
