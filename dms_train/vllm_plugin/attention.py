@@ -107,6 +107,11 @@ class DMSBackend(AttentionBackend):
         """Return True; newer versions of vLLM ask before they build a layer with a window."""
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True, for layers with sinks."""
+        return True
+
     @staticmethod
     def get_impl_cls() -> type[DMSAttentionImpl]:
         """Return the implementation."""
@@ -173,12 +178,22 @@ class NoRotation(nn.Module):
     Args:
         key_scale: Factor on keys. The kernels divide scores by the root of the head size; the
             factor makes up for another softmax scale.
+        order: Channel in the weight files for every channel of a head in the kernels, int64 [d].
     """
 
-    def __init__(self, key_scale: float) -> None:
+    order: Tensor | None
+
+    def __init__(self, key_scale: float, order: Tensor) -> None:
         super().__init__()
         self.key_scale = 1.0 if math.isclose(key_scale, 1) else key_scale
+        as_stored = order.tolist() == [*range(len(order))]
+        self.register_buffer("order", None if as_stored else order, persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the query, and the key times the factor."""
+        """Return the query, and the key times the factor, with the channels of the kernels."""
+        if self.order is not None:
+            query, key = (
+                x.unflatten(-1, (-1, len(self.order)))[..., self.order].view_as(x)
+                for x in (query, key)
+            )
         return query, key if self.key_scale == 1 else key * self.key_scale

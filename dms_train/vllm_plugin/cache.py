@@ -74,6 +74,8 @@ class GrantedCache(PagedKVCache):
 
     Attributes:
         specs: Specification of each layer; None for a layer with a window.
+        sinks: For each layer, logits [query heads] in the denominators of the softmax; None for
+            none.
     """
 
     pool: GrantedPool
@@ -84,6 +86,7 @@ class GrantedCache(PagedKVCache):
         policy = with_windows(DMSPolicy(spec.window, spec.governing_shift), "dms", windows)
         super().__init__(pool, policy, sizes)
         self.specs = [spec if window is None else None for window in windows]
+        self.sinks: list[Tensor | None] = [None] * sizes.layers
         self._reserves = False  # the scheduler has granted the pages
         self._row_numbers = torch.arange(sizes.rows, device=pool.device)
 
@@ -103,7 +106,8 @@ class GrantedCache(PagedKVCache):
         kernels, cache, d = dispatch.triton_kernels(), self.view(layer), token.query.shape[-1]
         query = kernels.append(token, cache, self._rule_at(layer, self.specs[layer], d))
         memory = self._workspace(query, cache)
-        kernels.attend(query, cache, token.rows, d**-0.5, memory, output)
+        sinks = self.sinks[layer]
+        kernels.attend(query, cache, token.rows, d**-0.5, memory, output, sinks=sinks)
 
     def _workspace(self, query: Tensor, cache: PagedCache) -> AttentionWorkspace:
         """Return scratch memory; sizes are powers of two, because a batch may have any size."""

@@ -8,8 +8,12 @@ from __future__ import annotations
 from transformers import (
     AutoConfig,
     Gemma3TextConfig,
+    Glm4Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -24,6 +28,18 @@ class Gemma3TextConfigDMS(Gemma3TextConfig):
     model_type = "dms_gemma3_text"
 
 
+class Glm4ConfigDMS(Glm4Config):
+    """GLM-4."""
+
+    model_type = "dms_glm4"
+
+
+class GptOssConfigDMS(GptOssConfig):
+    """gpt-oss."""
+
+    model_type = "dms_gpt_oss"
+
+
 class LlamaConfigDMS(LlamaConfig):
     """Llama 2 and 3."""
 
@@ -34,6 +50,18 @@ class MistralConfigDMS(MistralConfig):
     """Mistral with full attention."""
 
     model_type = "dms_mistral"
+
+
+class Olmo3ConfigDMS(Olmo3Config):
+    """OLMo 3."""
+
+    model_type = "dms_olmo3"
+
+
+class Phi3ConfigDMS(Phi3Config):
+    """Phi-4."""
+
+    model_type = "dms_phi3"
 
 
 class Qwen2ConfigDMS(Qwen2Config):
@@ -62,8 +90,12 @@ class SmolLM3ConfigDMS(SmolLM3Config):
 
 CONFIGURATIONS: tuple[type[PretrainedConfig], ...] = (
     Gemma3TextConfigDMS,
+    Glm4ConfigDMS,
+    GptOssConfigDMS,
     LlamaConfigDMS,
     MistralConfigDMS,
+    Olmo3ConfigDMS,
+    Phi3ConfigDMS,
     Qwen2ConfigDMS,
     Qwen3ConfigDMS,
     Qwen3MoeConfigDMS,

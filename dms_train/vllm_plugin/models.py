@@ -6,20 +6,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.glm4 import Glm4ForCausalLM
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
 
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture, resolve
+from dms_train.hf.stored import channel_order
 from dms_train.inference.cache.paged import CacheSizes
+from dms_train.inference.models.blocks import rotary_tables
 from dms_train.kernels.decode.types import FP8
 from dms_train.vllm_plugin.attention import DMSAttention, NoRotation
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool, granted_cache
+from dms_train.vllm_plugin.olmo3 import Olmo3Layer
 from dms_train.vllm_plugin.settings import FP8_CACHES, read_dms_spec
 from dms_train.vllm_plugin.state import DMSModelState
 
@@ -42,21 +49,25 @@ class Retrofitted(nn.Module):
     """Mixin of a model class: attention through the cache, RoPE in the kernels.
 
     Attributes:
+        attention_name: Attribute of a layer that holds its attention.
         retrofit: Parts that the model state needs.
     """
 
+    attention_name = "self_attn"
     model: Any  # of the other base class
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         a = read_architecture(resolve(vllm_config.model_config.model))
-        blocks = [layer.self_attn for layer in self.model.layers]
-        tables = _rotary_tables([block.rotary_emb.cos_sin_cache for block in blocks], a)
+        blocks = [getattr(layer, self.attention_name) for layer in self.model.layers]
+        order = torch.tensor(channel_order(a))
         for number, block in enumerate(blocks):
             block.attn = DMSAttention(block.attn, number, len(blocks), vllm_config)
-            block.rotary_emb = NoRotation(block.scaling * block.head_dim**0.5)
+            block.rotary_emb = NoRotation(block.scaling * block.head_dim**0.5, order)
         attention = [block.attn for block in blocks]
         cache = _build_cache(attention, vllm_config, [own.window for own in a.attention_layers])
+        cache.sinks = [getattr(block, "sinks", None) for block in blocks]
+        tables = _rotary_tables(a, vllm_config.model_config)
         # a tuple, so that torch registers no module twice
         self.retrofit = Retrofit(attention, cache, tables)
 
@@ -65,17 +76,17 @@ class Retrofitted(nn.Module):
         return DMSModelState
 
 
-def _rotary_tables(tables: list[Tensor], a: Architecture) -> list[Tensor]:
-    """Return RoPE of each layer, with angles of zero in layers without it.
+def _rotary_tables(a: Architecture, config: ModelConfig) -> list[Tensor]:
+    """Return RoPE of each layer by position, [positions, d]; layers with the same share one.
 
-    Args:
-        tables: RoPE of each layer as vLLM built it, [positions, head size].
-        a: The model.
+    vLLM's own tables leave out channels that RoPE does not rotate, and factors of YaRN.
     """
-    half = tables[0].new_ones(tables[0].shape[1] // 2)
-    still = torch.cat([half, 0 * half]).expand(len(tables[0]), -1)  # takes no memory
-    layers = zip(tables, a.attention_layers, strict=True)
-    return [still if own.rotary_base is None else table for table, own in layers]
+    position, half = torch.arange(config.max_model_len), a.kv_channels // 2
+    tables = {}
+    for rope in set(a.ropes):
+        cos, sin = (x.flatten(1)[:, :half] for x in rotary_tables(a, position, config.dtype, rope))
+        tables[rope] = torch.cat([cos, sin], 1)
+    return [tables[rope] for rope in a.ropes]
 
 
 def _build_cache(
@@ -104,12 +115,37 @@ class Gemma3ForCausalLMDMS(Retrofitted, Gemma3ForCausalLM):
     """Gemma 3, the language models."""
 
 
+class Glm4ForCausalLMDMS(Retrofitted, Glm4ForCausalLM):
+    """GLM-4."""
+
+
+class GptOssForCausalLMDMS(Retrofitted, GptOssForCausalLM):
+    """gpt-oss."""
+
+    attention_name = "attn"
+    # vLLM 0.24 names the experts so, but looks for them in bf16 under their earlier name
+    hf_to_vllm_mapper = GptOssForCausalLM.hf_to_vllm_mapper | WeightsMapper(
+        orig_to_new_substr={".mlp.experts.": ".mlp.experts.routed_experts."}
+    )
+
+
 class LlamaForCausalLMDMS(Retrofitted, LlamaForCausalLM):
     """Llama 2 and 3."""
 
 
 class MistralForCausalLMDMS(Retrofitted, MistralForCausalLM):
     """Mistral with full attention."""
+
+
+class Olmo3ForCausalLMDMS(Retrofitted, LlamaForCausalLM):
+    """OLMo 3."""
+
+    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", **_: Any) -> LlamaModel:
+        return LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=Olmo3Layer)
+
+
+class Phi3ForCausalLMDMS(Retrofitted, Phi3ForCausalLM):
+    """Phi-4."""
 
 
 class Qwen2ForCausalLMDMS(Retrofitted, Qwen2ForCausalLM):

@@ -182,5 +182,6 @@ def _attend(
         lengths=lengths,
         begins=begins,
         table=part.table,
+        sinks=cache.sinks[layer],
     )
     output.copy_(cache.step(layer, step).output[0].transpose(0, 1))

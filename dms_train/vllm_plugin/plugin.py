@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dms_train.families import FAMILIES
 
-SERVED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+SERVED_FAMILIES = (
+    "gemma3_text",
+    "glm4",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 """Families with a class in `models` and one in `configurations`."""
 
 

@@ -60,6 +60,10 @@ class DMSScheduler(Scheduler):
         # asking for each request takes time; one more token of it needs two blocks at most
         if (free - 2 * len(self.running)) * size >= self._most_tokens:
             return self._most_tokens
+        return self._exact_tokens_that_fit(free)
+
+    def _exact_tokens_that_fit(self, free: int) -> int:
+        """Return the same for a number of free blocks, from what each running request needs."""
         growing = [r for r in self.running if not _is_complete(r)]
         needed = sum(
             self._manager.get_num_blocks_to_allocate(r.request_id, r.num_computed_tokens + 1)
@@ -67,7 +71,7 @@ class DMSScheduler(Scheduler):
         )
         if needed > free and self._expected:
             return 0
-        prompt_tokens = max(0, free - needed) * size
+        prompt_tokens = max(0, free - needed) * self._manager.block_size
         return min(self._most_tokens, prompt_tokens + len(growing))
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:

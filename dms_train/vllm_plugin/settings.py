@@ -19,6 +19,7 @@ from dms_train.vllm_plugin.errors import PluginError
 SCHEDULER = "dms_train.vllm_plugin.scheduler.build_scheduler"
 FP8_CACHES = ("fp8", "fp8_e4m3")  # two names of one dtype
 _HEAD_SIZE_FROM_HIDDEN = ("qwen2",)  # vLLM's classes that do not read `head_dim`
+_NORM_EPSILON = {"gpt_oss": 1e-5}  # of vLLM's classes that do not read `rms_norm_eps`
 _NAN_CHECKS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
 
 
@@ -45,11 +46,11 @@ def layer_windows(model: str | Path) -> list[int | None]:
     return [layer.window for layer in read_architecture(resolve(model)).attention_layers]
 
 
-def _require_known_head_size(model: str | Path) -> None:
-    """Refuse a head size that vLLM would take for another one, and read the wrong weights.
+def _require_known_sizes(model: str | Path) -> None:
+    """Refuse values that vLLM does not read from config.json, if it would take others.
 
     Raises:
-        PluginError: The model is of such a family and has such a size.
+        PluginError: The model is of such a family and has such a value.
     """
     a = read_architecture(resolve(model))
     taken = a.hidden_size // a.num_attention_heads
@@ -57,6 +58,12 @@ def _require_known_head_size(model: str | Path) -> None:
         raise PluginError(
             f"{model}: heads of {a.kv_channels} channels, for which vLLM takes {taken}, its hidden "
             f"size by heads, in a {a.family} model; serve it with dms-serve"
+        )
+    epsilon = _NORM_EPSILON.get(a.family, a.layernorm_epsilon)
+    if a.layernorm_epsilon != epsilon:
+        raise PluginError(
+            f"{model}: rms_norm_eps={a.layernorm_epsilon}, for which vLLM takes {epsilon} in a "
+            f"{a.family} model; serve it with dms-serve"
         )
 
 
@@ -72,7 +79,7 @@ class RetrofittedConfig(VerifyAndUpdateConfig):
         """
         model = vllm_config.model_config.model
         read_dms_spec(model)
-        _require_known_head_size(model)
+        _require_known_sizes(model)
         for refused, message in _refusals(vllm_config):
             if refused:
                 raise PluginError(f"a DMS model in vLLM: {message}")
@@ -186,6 +193,10 @@ def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
         (
             config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM),
             "it has an attention backend of its own; remove --attention-backend",
+        ),
+        (
+            "rope" in str(config.model_config.hf_overrides),
+            "RoPE is that of the export; remove it from --hf-overrides",
         ),
         (runner != "generate", f"runner={runner} is not supported; use generate"),
         (

@@ -85,6 +85,8 @@ class Recorder(Executor):
 
     def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
         output = self.runner.sample_tokens(grammar)
+        # on a GPU the next step may write its pages before the host has those of this one
+        self.runner.model_state._inputs.pages.fill_(-1)
         if hasattr(output, "get_output"):
             output = output.get_output()
         self.steps[-1]["reported"] = output.num_nans_in_logits

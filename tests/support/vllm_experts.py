@@ -19,6 +19,7 @@ def register_operators() -> None:
     experts.impl("moe_sum", _sum)
     activations = torch.library.Library("_C", "IMPL", "CPU")
     activations.impl("silu_and_mul", _silu_and_mul)
+    activations.impl("swigluoai_and_mul", _clamped_gate)
     _LIBRARIES.extend([experts, activations])
 
 
@@ -71,3 +72,11 @@ def _sum(updates: Tensor, output: Tensor, *_: Any) -> None:
 def _silu_and_mul(output: Tensor, gate_and_up: Tensor) -> None:
     gate, up = gate_and_up.chunk(2, -1)
     output.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _clamped_gate(
+    output: Tensor, gate_and_up: Tensor, alpha: float = 1.702, limit: float = 7.0
+) -> None:
+    gate = gate_and_up[..., ::2].clamp(max=limit)
+    up = gate_and_up[..., 1::2].clamp(-limit, limit)
+    output.copy_((up + 1) * gate * torch.sigmoid(gate * alpha))

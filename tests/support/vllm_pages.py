@@ -180,8 +180,29 @@ def schedule(job: dict[str, Any]) -> dict[str, Any]:
             setattr(*known[name][:2], value)
 
 
+def watch(scheduler: DMSScheduler) -> list[list[int]]:
+    """Return the limits that later steps get: chosen, exact, and whether requests were asked."""
+    limits: list[list[int]] = []
+    choose, compute, pool = (
+        scheduler._tokens_that_fit,
+        scheduler._exact_tokens_that_fit,
+        scheduler._manager.block_pool,
+    )
+
+    def both() -> int:
+        asked: list[int] = []
+        scheduler._exact_tokens_that_fit = lambda free: asked.append(1) or compute(free)
+        limits.append([choose(), compute(pool.get_num_free_blocks()), len(asked)])
+        return limits[-1][0]
+
+    scheduler._tokens_that_fit = both
+    return limits
+
+
 def _run(job: dict[str, Any]) -> dict[str, Any]:
     llm = build(job)
+    core = llm.llm_engine.engine_core.engine_core
+    limits = watch(core.scheduler)
     prompts = [
         {"prompt_token_ids": [number % 50 + 3] * length}
         for number, length in enumerate(job["prompts"])
@@ -191,8 +212,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         for n in job["max_tokens"]
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    core = llm.llm_engine.engine_core.engine_core
     return {
+        "limits": limits,
         "lengths": [len(o.outputs[0].token_ids) for o in outputs],
         "steps": core.model_executor.steps,
         "free_blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),

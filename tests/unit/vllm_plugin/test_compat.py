@@ -52,7 +52,8 @@ def model_classes() -> dict[str, str]:
     """Classes of vLLM that the plugin's models extend, by module."""
     imports = [n for n in ast.walk(ast.parse(MODELS.read_text())) if isinstance(n, ast.ImportFrom)]
     prefix = "vllm.model_executor.models."
-    return {n.module: n.names[0].name for n in imports if n.module.startswith(prefix)}
+    names = {n.module: n.names[0].name for n in imports if n.module.startswith(prefix)}
+    return {module: name for module, name in names.items() if name.endswith("ForCausalLM")}
 
 
 @pytest.mark.slow
@@ -71,8 +72,9 @@ def test_wheels_have_the_required_signatures(version, request):
         for module, name in model_classes().items():
             source = wheel.read(f"{module.replace('.', '/')}.py").decode()
             assert f"class {name}(" in source
-            assert "self.rotary_emb(positions, q, k)" in source
-            assert "self.attn(q, k, v)" in source
+            if "Attention(" in source:  # Phi-4 has that of Llama
+                assert "self.rotary_emb(positions, q, k)" in source
+                assert "self.attn(q, k, v)" in source
     assert problems == []
 
 

@@ -30,10 +30,14 @@ OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 48
 EXPORTS = {
     # the first one: vLLM creates the process group of experts with the first model of a process
     "qwen3-moe-dms": ("qwen3_moe", "dms", "dms"),
+    "gpt-oss-dms": ("gpt_oss", "dms", "dms"),
     "gemma3-dms": ("gemma3_text", "dms", "dms"),
+    "glm4-dms": ("glm4", "dms", "dms"),
     "llama-dms": ("llama", "dms", "dms"),
     "llama-fastdms": ("llama", "fastdms", "dms_fastdms"),
     "mistral-dms": ("mistral", "dms", "dms"),
+    "olmo3-dms": ("olmo3", "dms", "dms"),
+    "phi3-dms": ("phi3", "dms", "dms"),
     "qwen2-dms": ("qwen2", "dms", "dms"),
     "qwen3-dms": ("qwen3", "dms", "dms"),
     "qwen3-nvidia": ("qwen3", "nvidia", "dms_nvidia"),
@@ -43,6 +47,7 @@ EXPORTS = {
 _LAYERS = [LayerAttention(rotary_base=1e6, window=window) for window in (8, None)]
 WINDOWED = {name: {"layers": tuple(_LAYERS)} for name in ("qwen2-windows", "qwen3-windows")}
 EXPORTS |= {name: (name.partition("-")[0], "dms", "dms") for name in WINDOWED}
+CHANGES = {**WINDOWED, "gpt-oss-dms": {"layernorm_epsilon": 1e-5}}  # vLLM reads no other
 
 
 def write(path: Path, family: str, export_format: str, preset: str, **sizes: Any) -> str:
@@ -87,7 +92,7 @@ class Served:
 def served(in_vllm, tmp_path_factory) -> dict[str, Served]:
     folder = tmp_path_factory.mktemp("exports")
     models = {
-        name: write(folder / name, *how, **WINDOWED.get(name, {})) for name, how in EXPORTS.items()
+        name: write(folder / name, *how, **CHANGES.get(name, {})) for name, how in EXPORTS.items()
     }
     jobs = [job(model) for model in models.values()]
     models["synchronous"] = models["llama-dms"]

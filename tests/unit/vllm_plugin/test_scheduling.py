@@ -125,6 +125,16 @@ def test_a_chunk_that_does_not_fit_is_reduced(scheduled):
     assert reduced(scheduled["small, whole chunks"]) == 0
 
 
+def test_a_step_with_many_free_blocks_asks_no_request_and_has_the_exact_limit(scheduled):
+    for case, result in scheduled.items():
+        if "shrink and wait" in CASES[case][3]:
+            continue
+        chosen, exact, asked = zip(*result["limits"], strict=True)
+        assert chosen == exact, case
+        assert 0 in asked, case
+        assert 1 in asked, case
+
+
 def test_a_step_that_does_not_fit_waits_for_reports_in_flight(scheduled):
     def waits(case: str) -> int:
         steps = scheduled[case]["steps"][:-1]  # the last one tells workers who has finished

@@ -46,6 +46,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "e5m2 cache": ({"kv_cache_dtype": "fp8_e5m2"}, {}, "kv_cache_dtype=fp8_e5m2 is not supported"),
     "odd blocks": ({"block_size": 48}, {}, "block_size=48 is not a power of two"),
     "lora": ({"enable_lora": True}, {}, "LoRA changes the eviction channel"),
+    "own RoPE": (
+        {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
+        {},
+        "RoPE is that of the export",
+    ),
     "own scheduler": (
         {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         {},
@@ -121,6 +126,7 @@ def configured(in_vllm, tmp_path_factory) -> dict[str, dict[str, Any]]:
     windowed = write(folder / "windowed", a=WINDOWED, **as_dms)
     wide = replace(tiny_architecture("qwen2"), kv_channels=64)
     others["wide heads"] = write(folder / "wide", a=wide, **as_dms)
+    others["own epsilon"] = write(folder / "epsilon", a=tiny_architecture("gpt_oss"), **as_dms)
     cases["windowed, fp8"] = (windowed, {"kv_cache_dtype": "fp8"}, {})
     others["windowed"] = windowed
     cases |= {name: (path, {}, {}) for name, path in others.items()}
@@ -151,6 +157,13 @@ def test_a_head_size_that_vllm_does_not_read_is_refused(configured):
     assert error.startswith("PluginError")
     assert "heads of 64 channels, for which vLLM takes" in error
     assert error.endswith("in a qwen2 model; serve it with dms-serve")
+
+
+def test_a_norm_epsilon_that_vllm_does_not_read_is_refused(configured):
+    error = configured["own epsilon"]["error"]
+    assert error.startswith("PluginError")
+    reason = "rms_norm_eps=1e-06, for which vLLM takes 1e-05 in a gpt_oss model; serve it with "
+    assert error.endswith(reason + "dms-serve")
 
 
 def test_an_adapter_is_refused(configured):

@@ -33,9 +33,9 @@ def on_ranks(in_vllm, tmp_path_factory) -> Callable[..., list[Any]]:
     return _on_ranks
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return write(tmp_path_factory.mktemp("ranks") / "export", *EXPORTS["llama-dms"])
+@pytest.fixture(scope="module", params=["llama-dms", "olmo3-dms"])
+def model(request, tmp_path_factory) -> str:
+    return write(tmp_path_factory.mktemp("ranks") / "export", *EXPORTS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_both_ranks_report_the_pages_of_the_fuller_one(results):
         pages = [sum(-(-n // PAGE) for layer in r["lengths"] for n in layer) for r in ranks]
         assert [r["reported"] for r in ranks] == [max(pages)] * 2
         different += pages[0] != pages[1]
-    assert different >= 20
+    assert different >= 4  # half of OLMo 3's layers have a window; 20 and more for Llama
 
 
 def test_a_fault_on_one_rank_is_one_of_all(on_ranks):
