@@ -181,6 +181,12 @@ def _parallel_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     ]
 
 
+def _overridden(config: VllmConfig) -> list[str]:
+    """Return the values of config.json that --hf-overrides replaces; none for a function."""
+    overrides = config.model_config.hf_overrides
+    return list(overrides) if isinstance(overrides, dict) else []
+
+
 def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     runner = config.model_config.runner_type
     nan_checks = [name for name in _NAN_CHECKS if getattr(envs, name, False)]
@@ -195,7 +201,7 @@ def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "it has an attention backend of its own; remove --attention-backend",
         ),
         (
-            "rope" in str(config.model_config.hf_overrides),
+            any(key.startswith("rope") for key in _overridden(config)),
             "RoPE is that of the export; remove it from --hf-overrides",
         ),
         (runner != "generate", f"runner={runner} is not supported; use generate"),
