@@ -78,8 +78,11 @@ class PrefillKernels(Protocol):
             position: int64 [b, n], of the chunk; -1 for padding, which comes last.
             signal: bool [b, h, n], decisions of the chunk's tokens; None unless `rule.source` is
                 SIGNAL.
-            rule: NEVER, ALWAYS or SIGNAL, and how far back the governed token lies.
+            rule: Its `source` is NEVER, ALWAYS or SIGNAL; only its `shift` is read otherwise.
             begins: Whether the chunk is the first of these prompts; their lists are empty.
+
+        Raises:
+            KernelError: The source is another one, or does not fit `signal`.
 
         Returns:
             State before the chunk, and the chunk.

@@ -102,7 +102,7 @@ class PrefillState(NamedTuple):
             tokens if there are fewer.
         seen: int32 [b], tokens so far.
         evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
-            end; False for undecided tokens.
+            end; False for undecided tokens. `plan_prompt` adds what the chunk decides about them.
         slots: int32 of the same shape, slots of the last `window` + 1 tokens, -1 for other tokens.
             None if these tokens are the last of their lists, in order, as after a chunk.
     """

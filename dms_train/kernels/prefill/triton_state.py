@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dms_train.kernels.decode.types import ALWAYS, NEVER, SIGNAL, Decisions
+from dms_train.kernels.errors import KernelError
 from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk
 from dms_train.kernels.prefill.sparse import PrefillState, recent_tokens
 
@@ -32,7 +33,7 @@ def _marks(
     place, seen, ring_ptr, position_ptr, signal_ptr, signal_n, n, shift,
     RING: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether tokens of a chunk are evicted, as far as it is decided."""
+    """Return whether tokens of a chunk are evicted; False for undecided tokens."""
     back = RECENT - place  # above 0 before the chunk
     token = seen - back
     noted = (back > 0) & (back <= RING) & (token >= 0)
@@ -44,9 +45,35 @@ def _marks(
     return tl.where(there, now, before)
 
 
+@triton.jit
+def _real_tokens(position_ptr, n, TOKENS: tl.constexpr):
+    """Count the tokens of a sequence without padding."""
+    found = tl.zeros([TOKENS], tl.int32)
+    for begin in range(0, n, TOKENS):
+        at = begin + tl.arange(0, TOKENS)
+        found += (tl.load(position_ptr + at, mask=at < n, other=-1) >= 0).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _recent_slots(
+    ring_ptr, slot_ptr, length, seen,
+    SOURCE: tl.constexpr, RING: tl.constexpr, RECENT: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Write the slots of the last tokens of a KV list in the order of their positions."""
+    place = tl.arange(0, PADDED)
+    back = RECENT - place
+    there = (place < RECENT) & (seen >= back) & (back <= RING)
+    if SOURCE == _NEVER:  # no token has ever moved
+        slot = length - back
+    else:
+        slot = tl.load(ring_ptr + (seen - back) % RING, mask=there, other=0) // 2
+    tl.store(slot_ptr + place, tl.where(there, slot, -1), mask=place < RECENT)
+
+
 @triton.jit(
     do_not_specialize=["heads", "n", "shift", "signal_b", "signal_h", "signal_n"],
-    do_not_specialize_on_alignment=["position_ptr", "signal_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "position_ptr", "signal_ptr"],
 )
 def _plan_kernel(
     length_ptr, ring_ptr, rows_ptr, position_ptr, signal_ptr,
@@ -61,23 +88,12 @@ def _plan_kernel(
     stored = tl.load(rows_ptr + b).to(tl.int64) * heads + h
     ring_ptr += stored * RING
     position_ptr += b.to(tl.int64) * n
-    found = tl.zeros([TOKENS], tl.int32)
-    for begin in range(0, n, TOKENS):
-        at = begin + tl.arange(0, TOKENS)
-        found += (tl.load(position_ptr + at, mask=at < n, other=-1) >= 0).to(tl.int32)
-    stop = RECENT + tl.sum(found, 0)
+    stop = RECENT + _real_tokens(position_ptr, n, TOKENS)
     if RECENT > 0:
         length = tl.load(length_ptr + stored)
         seen = tl.load(position_ptr).to(tl.int32)
-        place = tl.arange(0, PADDED)
-        back = RECENT - place
-        there = (place < RECENT) & (seen >= back) & (back <= RING)
-        if SOURCE == _NEVER:  # no token has ever moved
-            slot = length - back
-        else:
-            slot = tl.load(ring_ptr + (seen - back) % RING, mask=there, other=0) // 2
-        at = kv_list.to(tl.int64) * RECENT + place
-        tl.store(slot_ptr + at, tl.where(there, slot, -1), mask=place < RECENT)
+        slot_ptr += kv_list.to(tl.int64) * RECENT
+        _recent_slots(ring_ptr, slot_ptr, length, seen, SOURCE, RING, RECENT, PADDED)
     else:
         length = tl.full([], 0, tl.int32)
         seen = tl.full([], 0, tl.int32)
@@ -115,7 +131,7 @@ def _plan_kernel(
     tl.store(after_ptr + kv_list, count)
 
 
-@triton.jit(do_not_specialize=["heads", "s", "recent"])
+@triton.jit(do_not_specialize=["heads", "s", "recent"], do_not_specialize_on_alignment=["rows_ptr"])
 def _commit_kernel(
     evicted_ptr, edges_ptr, start_ptr, stop_ptr, length_ptr, seen_ptr, rows_ptr, ring_ptr,
     read_ptr, heads, s, edges, recent,
@@ -228,10 +244,19 @@ def plan_prompt(
     begins: bool,
 ) -> tuple[PrefillState, PrefillChunk]:
     """Read the state of some rows and plan a chunk; see `PrefillKernels.plan_prompt`."""
+    if rule.source not in (NEVER, ALWAYS, SIGNAL) or (rule.source == SIGNAL) != (
+        signal is not None
+    ):
+        raise KernelError(
+            f"decisions about a prompt: source {rule.source} "
+            f"{'without' if signal is None else 'with'} a signal; use NEVER or ALWAYS without, or "
+            "SIGNAL with one"
+        )
+    position = position.contiguous()
     (b, n), h, size, device = position.shape, lengths.shape[1], ring.shape[-1], ring.device
     recent = 0 if begins else recent_tokens(size - 1)
     blocks = triton.cdiv(recent + n, EDGE)
-    # each in memory of its own: kernels are compiled apart for addresses that 16 does not divide
+    # separate allocations: Triton compiles another variant for addresses that 16 does not divide
     held, after = (lengths.new_empty(b, h) for _ in range(2))
     seen, start, stop = (lengths.new_empty(b) for _ in range(3))
     slots = None if begins else lengths.new_empty(b, h, recent)

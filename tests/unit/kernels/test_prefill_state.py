@@ -10,7 +10,15 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.kernels import dispatch
-from dms_train.kernels.decode.types import ALWAYS, NEVER, SIGNAL, Decisions, FreePages
+from dms_train.kernels.decode.types import (
+    ALWAYS,
+    EVICTION_CHANNEL,
+    NEVER,
+    SIGNAL,
+    Decisions,
+    FreePages,
+)
+from dms_train.kernels.errors import KernelError
 from dms_train.kernels.prefill import triton_state
 from dms_train.kernels.prefill.lists import EDGE, Pages
 from dms_train.kernels.prefill.sparse import PrefillState, count, recent_tokens
@@ -33,6 +41,10 @@ class Planned:
     ROWS, REAL, PADDED = (2, 0, 3), (9, 1, 130), 130
 
     def __init__(self, rule: Decisions, seen: list[int]) -> None:
+        self.prepare(rule, seen)
+        self.plan()
+
+    def prepare(self, rule: Decisions, seen: list[int]) -> None:
         self.rule, self.seen, self.begins = rule, seen, not any(seen)
         self.recent = 0 if self.begins else RECENT
         draw = torch.Generator().manual_seed(1)
@@ -41,13 +53,15 @@ class Planned:
         self.lengths = torch.randint(40, 99, (ROWS, HEADS), dtype=torch.int32, generator=draw)
         self.signal = torch.rand(3, self.PADDED, HEADS, generator=draw) < 0.6
         self.signal = self.signal.transpose(1, 2)  # as a model has it
-        position = torch.full((3, self.PADDED), -1)
+        self.position = torch.full((3, self.PADDED), -1)
         for i, (before, real) in enumerate(zip(seen, self.REAL, strict=True)):
-            position[i, :real] = before + torch.arange(real)
-        given = (self.lengths, self.ring, torch.tensor(self.ROWS), position)
-        signal = self.signal.to(DEVICE) if rule.source == SIGNAL else None
+            self.position[i, :real] = before + torch.arange(real)
+
+    def plan(self) -> None:
+        given = (self.lengths, self.ring, torch.tensor(self.ROWS), self.position)
+        signal = self.signal.to(DEVICE) if self.rule.source == SIGNAL else None
         self.state, self.chunk = triton_state.plan_prompt(
-            *(x.to(DEVICE) for x in given), signal, rule, begins=self.begins
+            *(x.to(DEVICE) for x in given), signal, self.rule, begins=self.begins
         )
 
     def entry(self, i: int, h: int, place: int) -> int | None:
@@ -79,7 +93,11 @@ RULES = [Decisions(NEVER), Decisions(ALWAYS), *(Decisions(SIGNAL, shift=s) for s
 
 @pytest.mark.parametrize("rule", RULES, ids=["never", "always", "now", "next", "immediate"])
 @pytest.mark.parametrize("seen", [[0, 0, 0], [3, 1, 20]], ids=["first", "later"])
-def test_a_chunk_is_planned_from_the_ring_and_its_decisions(rule, seen):
+@pytest.mark.parametrize("at_a_time", [None, 1, 2])
+def test_a_chunk_is_planned_from_the_ring_and_its_decisions(rule, seen, at_a_time, monkeypatch):
+    if at_a_time is not None:  # loops over the edges and positions of a longer chunk
+        monkeypatch.setattr(triton_state, "_EDGES", at_a_time)
+        monkeypatch.setattr(triton_state, "_POSITIONS", 32 * at_a_time)
     plan = Planned(rule, seen)
     state, chunk = plan.state, plan.chunk
     assert state.seen.tolist() == seen
@@ -106,6 +124,23 @@ def test_a_chunk_is_planned_from_the_ring_and_its_decisions(rule, seen):
             edges = [length - held + sum(stays[:edge]) for edge in range(0, len(stays), EDGE)]
             assert chunk.edges[i, h].tolist() == [*edges, length - held + sum(stays)]
             assert int(chunk.lengths[i, h]) == length - held + sum(stays)
+
+
+def test_prompts_may_share_the_memory_of_their_positions():
+    plan = Planned(Decisions(SIGNAL, shift=1), [0, 0, 0])
+    plan.position = torch.arange(plan.PADDED).expand(3, -1)
+    plan.plan()
+    assert plan.state.seen.tolist() == [0, 0, 0]
+    assert plan.chunk.stop.tolist() == [plan.PADDED] * 3
+
+
+@pytest.mark.parametrize("source", [SIGNAL, EVICTION_CHANNEL, NEVER])
+def test_a_source_that_does_not_fit_the_signal_is_refused(source):
+    plan = Planned(Decisions(SIGNAL, shift=1), [3, 1, 20])
+    given = (plan.lengths, plan.ring, torch.tensor(plan.ROWS), plan.position)
+    signal = None if source == SIGNAL else plan.signal
+    with pytest.raises(KernelError, match=rf"source {source} with"):
+        triton_state.plan_prompt(*given, signal, Decisions(source), begins=False)
 
 
 @pytest.mark.parametrize("evicts", [True, False])
