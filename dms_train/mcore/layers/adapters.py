@@ -163,9 +163,16 @@ class _Adapted(torch.nn.Module):
 
 
 def _with_product(output: Tensor, low: Tensor, up: Tensor, trainable: Trainable) -> Tensor:
-    """Return output [s, b, n] + alpha / rank * low [s, b, ranks] B^T, rounded once."""
+    """Return output + alpha / rank * low B^T, rounded once: [s * b, n].
+
+    Args:
+        output: [s, b, n].
+        low: [s, b, ranks].
+        up: B of the ranks, [n, ranks].
+        trainable: Scale of the adapters.
+    """
     flat, low = output.flatten(0, 1), low.flatten(0, 1)
-    return torch.addmm(flat, low, up.t(), alpha=trainable.lora.scale).view_as(output)
+    return torch.addmm(flat, low, up.t(), alpha=trainable.lora.scale)
 
 
 class AdaptedQKV(_Adapted, ColumnLinear):
@@ -250,14 +257,14 @@ class AdaptedQKV(_Adapted, ColumnLinear):
         else:
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         ranks = low.shape[-1] - len(self.channel_weight)
-        if ranks:
-            output = _with_product(output, low[..., :ranks], self._ups(), self.trainable)
-        if not len(self.rows):
-            return output
         # a copy, because autograd keeps it, and a view would keep the whole narrow product
         channel = low[..., ranks:][..., self._own].contiguous()
-        replace = output.index_copy_ if ranks else output.index_copy  # in place after the sum
-        return replace(-1, self.rows, channel)
+        if not ranks:
+            return output.index_copy(-1, self.rows, channel)
+        flat = _with_product(output, low[..., :ranks], self._ups(), self.trainable)
+        if len(self.rows):
+            flat = flat.index_copy_(-1, self.rows, channel.flatten(0, 1))
+        return flat.view_as(output)
 
     def _ups(self) -> Tensor:
         """Return B of all targets as one matrix [g (q + 2 d), ranks], with zeros elsewhere."""
@@ -365,7 +372,8 @@ class AdaptedOutput(_Adapted, RowLinear):
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         else:
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return _with_product(output, low, self.lora_o_up, self.trainable), bias
+        total = _with_product(output, low, self.lora_o_up, self.trainable)
+        return total.view_as(output), bias
 
     @torch.no_grad()
     def merged_tensors(self) -> dict[str, Tensor]:
