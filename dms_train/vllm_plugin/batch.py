@@ -72,7 +72,7 @@ class PromptPart(NamedTuple):
     """Several tokens of one request.
 
     Attributes:
-        tokens: Their places in the batch.
+        tokens: Slice of the batch that they are.
         position: int64 [n].
         row: Cache row, int64 [1].
         begins: Whether the cache holds nothing of the request.

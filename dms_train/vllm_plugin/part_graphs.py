@@ -88,7 +88,7 @@ class PartGraphs:
             row=torch.zeros(1, dtype=torch.int64, device=device),
             table=torch.zeros(most, 1, 2, size // 2, device=device),
         )
-        self._given: dict[str, Tensor] = {}  # what lies there of the last part
+        self._given: dict[str, Tensor] = {}  # inputs of the last part that are still there
         self._output = torch.zeros_like(self._inputs.query)
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
 
@@ -100,6 +100,7 @@ class PartGraphs:
     def capture(self) -> None:
         """Capture all graphs anew, for the memory that the cache has now; it must be empty."""
         self._graphs.clear()
+        self._given = {}
         device = self._cache.device
         current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         stream.wait_stream(current)
@@ -145,7 +146,10 @@ class PartGraphs:
         output.copy_(self._output[:count])
 
     def _copy(self, part: Part, size: int) -> None:
-        """Copy a part to the memory that graphs read; layers mostly differ in their heads alone."""
+        """Copy a part to the memory that graphs read, as far as it is not there already.
+
+        Layers with the same RoPE differ only in query, key and value.
+        """
         for name, memory, given in zip(Part._fields, self._inputs, part, strict=True):
             if self._given.get(name) is not given:
                 memory[: len(given)] = given

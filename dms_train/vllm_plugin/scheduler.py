@@ -63,7 +63,7 @@ class DMSScheduler(Scheduler):
         return self._exact_tokens_that_fit(free)
 
     def _exact_tokens_that_fit(self, free: int) -> int:
-        """Return the same for a number of free blocks, from what each running request needs."""
+        """Compute the limit from the free blocks and those that each running request needs."""
         growing = [r for r in self.running if not _is_complete(r)]
         needed = sum(
             self._manager.get_num_blocks_to_allocate(r.request_id, r.num_computed_tokens + 1)

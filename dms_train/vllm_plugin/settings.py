@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import read_spec
 from dms_train.hf.side_files import is_adapter
@@ -19,7 +21,7 @@ from dms_train.vllm_plugin.errors import PluginError
 SCHEDULER = "dms_train.vllm_plugin.scheduler.build_scheduler"
 FP8_CACHES = ("fp8", "fp8_e4m3")  # two names of one dtype
 _HEAD_SIZE_FROM_HIDDEN = ("qwen2",)  # vLLM's classes that do not read `head_dim`
-_NORM_EPSILON = {"gpt_oss": 1e-5}  # of vLLM's classes that do not read `rms_norm_eps`
+_GPT_OSS_EPSILON = 1e-5  # vLLM's class does not read `rms_norm_eps`
 _NAN_CHECKS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
 
 
@@ -46,25 +48,33 @@ def layer_windows(model: str | Path) -> list[int | None]:
     return [layer.window for layer in read_architecture(resolve(model)).attention_layers]
 
 
-def _require_known_sizes(model: str | Path) -> None:
+def _require_read_values(model: str | Path) -> None:
     """Refuse values that vLLM does not read from config.json, if it would take others.
 
     Raises:
         PluginError: The model is of such a family and has such a value.
     """
     a = read_architecture(resolve(model))
+    for problem in _values_not_read(a):
+        raise PluginError(f"{model}: {problem} in a {a.family} model; serve it with dms-serve")
+
+
+def _values_not_read(a: Architecture) -> Iterator[str]:
+    """Yield each value of an architecture that vLLM takes for another one."""
     taken = a.hidden_size // a.num_attention_heads
     if a.family in _HEAD_SIZE_FROM_HIDDEN and a.kv_channels != taken:
-        raise PluginError(
-            f"{model}: heads of {a.kv_channels} channels, for which vLLM takes {taken}, its hidden "
-            f"size by heads, in a {a.family} model; serve it with dms-serve"
+        yield (
+            f"heads of {a.kv_channels} channels, for which vLLM takes {taken}, its hidden size by "
+            "heads,"
         )
-    epsilon = _NORM_EPSILON.get(a.family, a.layernorm_epsilon)
-    if a.layernorm_epsilon != epsilon:
-        raise PluginError(
-            f"{model}: rms_norm_eps={a.layernorm_epsilon}, for which vLLM takes {epsilon} in a "
-            f"{a.family} model; serve it with dms-serve"
-        )
+    if a.family != "gpt_oss":
+        return
+    if a.layernorm_epsilon != _GPT_OSS_EPSILON:
+        yield f"rms_norm_eps={a.layernorm_epsilon}, for which vLLM takes {_GPT_OSS_EPSILON}"
+    if a.tie_word_embeddings:
+        yield "tie_word_embeddings=true, which vLLM does not read"
+    if a.rope_scaling is None or a.rope_scaling.rope_type != "yarn":
+        yield "RoPE without YaRN, which vLLM cannot compute"
 
 
 class RetrofittedConfig(VerifyAndUpdateConfig):
@@ -79,7 +89,7 @@ class RetrofittedConfig(VerifyAndUpdateConfig):
         """
         model = vllm_config.model_config.model
         read_dms_spec(model)
-        _require_known_sizes(model)
+        _require_read_values(model)
         for refused, message in _refusals(vllm_config):
             if refused:
                 raise PluginError(f"a DMS model in vLLM: {message}")
@@ -181,10 +191,12 @@ def _parallel_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
     ]
 
 
-def _overridden(config: VllmConfig) -> list[str]:
-    """Return the values of config.json that --hf-overrides replaces; none for a function."""
-    overrides = config.model_config.hf_overrides
-    return list(overrides) if isinstance(overrides, dict) else []
+def _changes_rope(overrides: Any) -> bool:
+    """Return whether --hf-overrides may change RoPE; a function may change anything."""
+    if not isinstance(overrides, dict):
+        return callable(overrides)
+    named = any(key.startswith("rope") or key == "partial_rotary_factor" for key in overrides)
+    return named or any(_changes_rope(each) for each in overrides.values())
 
 
 def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
@@ -201,8 +213,9 @@ def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             "it has an attention backend of its own; remove --attention-backend",
         ),
         (
-            any(key.startswith("rope") for key in _overridden(config)),
-            "RoPE is that of the export; remove it from --hf-overrides",
+            _changes_rope(config.model_config.hf_overrides),
+            "RoPE comes from the export; remove functions, rope_parameters and "
+            "partial_rotary_factor from --hf-overrides",
         ),
         (runner != "generate", f"runner={runner} is not supported; use generate"),
         (

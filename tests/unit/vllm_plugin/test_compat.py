@@ -75,6 +75,9 @@ def test_wheels_have_the_required_signatures(version, request):
             if "Attention(" in source:  # Phi-4 has that of Llama
                 assert "self.rotary_emb(positions, q, k)" in source
                 assert "self.attn(q, k, v)" in source
+        llama = wheel.read("vllm/model_executor/models/llama.py").decode()
+        for name in ("def _init_model(", " layer_type:", "attn_layer_type:", "_init_rotary_emb("):
+            assert name in llama  # the layers of OLMo 3 are given there
     assert problems == []
 
 

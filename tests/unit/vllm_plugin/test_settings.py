@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "own RoPE": (
         {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
         {},
-        "RoPE is that of the export",
+        "RoPE comes from the export",
     ),
     "own scheduler": (
         {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},

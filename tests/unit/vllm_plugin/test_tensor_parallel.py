@@ -78,13 +78,14 @@ def test_ranks_hold_the_lists_of_the_own_engine(results, model):
         assert lengths == expected[int(number)][ranks[0]["seen"] - 1].tolist()
 
 
-def test_both_ranks_report_the_pages_of_the_fuller_one(results):
-    different = 0
+def test_both_ranks_report_the_pages_of_the_fuller_one(results, request):
+    # half of OLMo 3's layers have a window, in which ranks hold the same number of tokens
+    least, different = {"llama-dms": 20, "olmo3-dms": 4}[request.node.callspec.params["model"]], 0
     for _, ranks in steps_of_requests(results):
         pages = [sum(-(-n // PAGE) for layer in r["lengths"] for n in layer) for r in ranks]
         assert [r["reported"] for r in ranks] == [max(pages)] * 2
         different += pages[0] != pages[1]
-    assert different >= 4  # half of OLMo 3's layers have a window; 20 and more for Llama
+    assert different >= least
 
 
 def test_a_fault_on_one_rank_is_one_of_all(on_ranks):
