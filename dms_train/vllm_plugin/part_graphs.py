@@ -146,7 +146,7 @@ class PartGraphs:
         output.copy_(self._output[:count])
 
     def _copy(self, part: Part, size: int) -> None:
-        """Copy a part to the memory that graphs read, as far as it is not there already.
+        """Copy to the memory that graphs read what differs from the last part.
 
         Layers with the same RoPE differ only in query, key and value.
         """

@@ -78,7 +78,7 @@ class PrefillKernels(Protocol):
             position: int64 [b, n], of the chunk; -1 for padding, which comes last.
             signal: bool [b, h, n], decisions of the chunk's tokens; None unless `rule.source` is
                 SIGNAL.
-            rule: Its `source` is NEVER, ALWAYS or SIGNAL; only its `shift` is read otherwise.
+            rule: `source` (NEVER, ALWAYS or SIGNAL) and `shift` are read.
             begins: Whether the chunk is the first of these prompts; their lists are empty.
 
         Raises:

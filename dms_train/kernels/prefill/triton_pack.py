@@ -24,6 +24,18 @@ def _survives(evicted, tokens, start, stop, kept, s):
     return real & ((tokens >= stop - kept) | (marked == 0))
 
 
+@triton.jit
+def write_edges(stays, count, edges, block, blocks, COUNTED: tl.constexpr):
+    """Write the lengths of a KV list before COUNTED edges; return the length after them.
+
+    `stays` [COUNTED, EDGE] marks the kept tokens, and `count` is the length before the first edge.
+    """
+    places = block + tl.arange(0, COUNTED)
+    kept = tl.sum(stays.to(tl.int32), 1)
+    tl.store(edges + places, count + tl.cumsum(kept, 0) - kept, mask=places < blocks)
+    return count + tl.sum(kept, 0)
+
+
 @triton.jit(do_not_specialize=["heads", "s", "kept"])
 def _count_kernel(
     evicted, before, edges, after, start, stop, heads, s, kept,
@@ -35,16 +47,12 @@ def _count_kernel(
     last = tl.load(stop + kv_list // heads)
     count = tl.load(before + kv_list)
     blocks = tl.cdiv(s, EDGE)
-    places = tl.arange(0, COUNTED)
-    tokens = places[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    tokens = tl.arange(0, COUNTED)[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
     list_evicted = evicted + kv_list.to(tl.int64) * s
     list_edges = edges + kv_list * (blocks + 1)
     for block in range(0, blocks, COUNTED):
         stays = _survives(list_evicted, block * EDGE + tokens, first, last, kept, s)
-        found = tl.sum(stays.to(tl.int32), 1)
-        running = count + tl.cumsum(found, 0)
-        tl.store(list_edges + block + places, running - found, mask=block + places < blocks)
-        count += tl.sum(found, 0)
+        count = write_edges(stays, count, list_edges, block, blocks, COUNTED)
     tl.store(list_edges + blocks, count)
     tl.store(after + kv_list, count)
 

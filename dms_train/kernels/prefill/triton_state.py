@@ -19,6 +19,7 @@ from dms_train.kernels.decode.types import ALWAYS, NEVER, SIGNAL, Decisions
 from dms_train.kernels.errors import KernelError
 from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk
 from dms_train.kernels.prefill.sparse import PrefillState, recent_tokens
+from dms_train.kernels.prefill.triton_pack import write_edges
 
 _NEVER, _ALWAYS, _SIGNAL = tl.constexpr(NEVER), tl.constexpr(ALWAYS), tl.constexpr(SIGNAL)
 _TOKENS = 128  # tokens of a chunk that are counted at a time
@@ -110,8 +111,7 @@ def _plan_kernel(
     edges_ptr += kv_list * (blocks + 1)
     if SOURCE == _SIGNAL:
         signal_ptr += b.to(tl.int64) * signal_b + h.to(tl.int64) * signal_h
-    places = tl.arange(0, COUNTED)
-    tokens = places[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    tokens = tl.arange(0, COUNTED)[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
     count = length - dense
     for block in range(0, blocks, COUNTED):
         token = block * EDGE + tokens
@@ -123,10 +123,7 @@ def _plan_kernel(
             marked = (token >= 0) & (SOURCE == _ALWAYS)
         tl.store(evicted_ptr + token, marked.to(tl.uint8), mask=token < s)
         stays = (token >= start) & (token < stop) & ((token >= stop - RING) | (marked == 0))
-        kept = tl.sum(stays.to(tl.int32), 1)
-        running = count + tl.cumsum(kept, 0)
-        tl.store(edges_ptr + block + places, running - kept, mask=block + places < blocks)
-        count += tl.sum(kept, 0)
+        count = write_edges(stays, count, edges_ptr, block, blocks, COUNTED)
     tl.store(edges_ptr + blocks, count)
     tl.store(after_ptr + kv_list, count)
 

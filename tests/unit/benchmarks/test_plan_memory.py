@@ -36,10 +36,17 @@ def test_memory_is_within_a_tenth_in_the_steps_of_the_other_benchmark(row):
     assert fullest == pytest.approx(row["max_memory_allocated"], rel=0.1)
 
 
-@pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['label']}-{row['case']['layout']}")
+def waits_for_the_host(case):
+    """Eager steps of a small model; the plan does not count the host's time."""
+    return case["shape"] == "smollm2-135m" and case["cuda_graph"] == "never"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in STEPS if not waits_for_the_host(row["case"])],
+    ids=lambda row: f"{row['label']}-{row['case']['layout']}",
+)
 def test_seconds_are_within_a_fifth_where_no_step_waits_for_the_host(row):
-    if row["case"]["shape"] == "smollm2-135m" and row["case"]["cuda_graph"] == "never":
-        pytest.skip("an eager step of a small model waits for the host, which is not planned")
     stages = plan_memory.stages(Case.from_dict(row["case"]))
     time = step_time(stages, GPUS["h200"], calibration()).total
     assert time == pytest.approx(row["step_s"], rel=0.2)

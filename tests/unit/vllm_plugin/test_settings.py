@@ -166,6 +166,32 @@ def test_a_norm_epsilon_that_vllm_does_not_read_is_refused(configured):
     assert error.endswith(reason + "dms-serve")
 
 
+def test_values_of_gpt_oss_that_vllm_ignores_are_refused():
+    settings = pytest.importorskip("dms_train.vllm_plugin.settings", exc_type=ImportError)
+    a = replace(tiny_architecture("gpt_oss"), layernorm_epsilon=1e-5)
+    assert list(settings._values_not_read(a)) == []
+    (tied,) = settings._values_not_read(replace(a, tie_word_embeddings=True))
+    assert tied.startswith("tie_word_embeddings=true")
+    (rope,) = settings._values_not_read(replace(a, rope_scaling=None))
+    assert rope.startswith("RoPE without YaRN")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ({}, False),
+        ({"architectures": ["EuropeForCausalLMDMS"]}, False),
+        ({"text_config": {"rope_theta": 1e4}}, True),
+        ({"partial_rotary_factor": 0.5}, True),
+        (len, True),
+    ],
+    ids=["none", "architecture", "nested", "partial", "function"],
+)
+def test_overrides_that_may_change_rope_are_refused(overrides, refused):
+    settings = pytest.importorskip("dms_train.vllm_plugin.settings", exc_type=ImportError)
+    assert settings._changes_rope(overrides) == refused
+
+
 def test_an_adapter_is_refused(configured):
     error = configured["adapter"]["error"]
     assert error.startswith("PluginError")
