@@ -4,7 +4,8 @@ A decode step may be captured as a CUDA graph. Everything that a replay reads ha
 `StepInputs`, the cache, and the positions, which vLLM keeps in one buffer. The host reads nothing
 back, neither in a decode step nor in a chunk of a prompt.
 
-Shape letters: t tokens of a batch, b its requests, h query heads, g KV heads, d head size.
+Shape letters: t tokens of a batch, b its requests, p parts of prompts, n tokens of a part, h query
+heads, g KV heads, d head size.
 """
 
 from __future__ import annotations
@@ -15,10 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dms_train.inference.cache.interface import AttentionStep
 from dms_train.kernels.decode.types import Step
 from dms_train.vllm_plugin.cache import GrantedCache
-from dms_train.vllm_plugin.part_graphs import Part, PartGraphs
-from dms_train.vllm_plugin.single_graphs import MOST, SingleGraphs
+
+_MOST_COMPILED = 2048  # most requests of a decode step that is compiled before the first request
+
+
+class Rotations(NamedTuple):
+    """RoPE of the tokens of parts, as `AttentionStep` takes it.
+
+    Attributes:
+        cos: [p, n, 1, 1, d], both halves alike.
+        sin: Likewise.
+        table: `interface.rotation_table` of both.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    table: Tensor
 
 
 class StepInputs:
@@ -53,9 +69,15 @@ class StepInputs:
         self.rows[: len(rows)] = rows
         self.rows[len(rows) :] = -1
 
-    def rotations(self, position: Tensor) -> list[Tensor]:
-        """Return `interface.rotation_table` of positions, integers [t], for each table."""
-        return [table[position].float().unsqueeze(1) for table in self._tables]
+    def rotations(self, position: Tensor) -> list[Rotations]:
+        """Return RoPE at positions, integers [p, n] of at least 0, for each table."""
+        result = []
+        for table in self._tables:
+            halves = table[position]
+            cos, sin = torch.cat([halves, halves], -1)[:, :, :, None, None].unbind(2)
+            flat = halves.float().view(-1, 1, *halves.shape[2:])
+            result.append(Rotations(cos, sin, flat))
+        return result
 
     def set_angles(self, position: Tensor) -> None:
         """Compute the angles of tokens, integers [t]."""
@@ -63,69 +85,108 @@ class StepInputs:
             halves = table[position]
             torch.cat([halves, halves], -1, out=angles[: len(position)])
 
-    def angles_of(self, layer: int) -> Tensor:
-        """Return the angles of the tokens in a layer, [tokens, 2, d]."""
-        return self.angles[self.table_of[layer]]
+    def report_pages(self, cache: GrantedCache, requests: int) -> None:
+        """Set the pages of the first requests, padding included; the host does not wait."""
+        self.pages[:requests] = cache.held_pages(self.rows[:requests])
 
 
-class PromptPart(NamedTuple):
-    """Several tokens of one request.
+class Heads(NamedTuple):
+    """Tokens of a layer without RoPE.
 
     Attributes:
-        tokens: Slice of the batch that they are.
-        position: int64 [n].
-        row: Cache row, int64 [1].
-        begins: Whether the cache holds nothing of the request.
+        query: [..., h, d].
+        key: [..., g, d].
+        value: [..., g, d].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def at(self, index: Any) -> Heads:
+        """Select tokens."""
+        return Heads(*(x[index] for x in self))
+
+
+class SingleTokens(NamedTuple):
+    """One token of each of some requests.
+
+    Attributes:
+        position: Integers [b].
+        rows: Cache rows, int64 [b]; -1 for padding.
+    """
+
+    position: Tensor
+    rows: Tensor
+
+
+class PromptParts(NamedTuple):
+    """Several tokens of each of some requests.
+
+    Attributes:
+        position: int64 [p, n]; -1 for padding.
+        rows: Cache rows, int64 [p].
+        begins: Whether the cache is known to hold nothing of the requests.
         rotations: `StepInputs.rotations` of the tokens.
     """
 
-    tokens: slice
     position: Tensor
-    row: Tensor
+    rows: Tensor
     begins: bool
-    rotations: list[Tensor]
+    rotations: list[Rotations]
 
 
-class StepGraphs(NamedTuple):
-    """Graphs of steps with a part of a prompt.
+def attend_singles(
+    cache: GrantedCache,
+    inputs: StepInputs,
+    layer: int,
+    heads: Heads,
+    singles: SingleTokens,
+    output: Tensor,
+) -> None:
+    """Store one token of each request in a layer, and write their attention.
 
-    Attributes:
-        parts: Those of parts of prompts.
-        singles: Those of requests with one token.
+    Args:
+        cache: The cache.
+        inputs: Inputs of the step; the angles are set.
+        layer: Layer number; layers are visited in order.
+        heads: Tokens [b, ...].
+        singles: The requests.
+        output: [b, h, d]; written, and 0 for padding.
     """
+    angles = inputs.angles[inputs.table_of[layer], : len(singles.rows)]
+    step = Step(*heads, angles[:, 0], angles[:, 1], *singles)
+    cache.attend(layer, step, output)
 
-    parts: PartGraphs
-    singles: SingleGraphs
 
-    @classmethod
-    def build(
-        cls,
-        cache: GrantedCache,
-        inputs: StepInputs,
-        *,
-        heads: int,
-        dtype: torch.dtype,
-        longest: int,
-    ) -> StepGraphs:
-        """Build what `capture` fills.
+def attend_parts(
+    cache: GrantedCache, inputs: StepInputs, layer: int, heads: Heads, parts: PromptParts
+) -> Tensor:
+    """Store the tokens of parts in a layer, and return their attention.
 
-        Args:
-            cache: The cache.
-            inputs: Inputs of the steps.
-            heads: Query heads.
-            dtype: Type of the tokens.
-            longest: Most tokens of a part.
-        """
-        angles = [inputs.angles_of(layer) for layer in range(len(inputs.table_of))]
-        size = angles[0].shape[-1]
-        parts = PartGraphs(cache, heads=heads, size=size, dtype=dtype, longest=longest)
-        requests = len(inputs.rows)
-        return cls(parts, SingleGraphs(cache, angles, heads=heads, dtype=dtype, requests=requests))
+    Args:
+        cache: The cache.
+        inputs: Inputs of the step.
+        layer: Layer number; layers are visited in order.
+        heads: Tokens [p, n, ...].
+        parts: The parts.
 
-    def capture(self) -> None:
-        """Capture all graphs anew, for the memory that the cache has now; it must be empty."""
-        self.parts.capture()
-        self.singles.capture()
+    Returns:
+        [p, n, h, d]; unspecified but finite for padding.
+    """
+    query, key, value = heads
+    step = AttentionStep(
+        query=query.unflatten(2, (key.shape[2], -1)),
+        key=key.unsqueeze(3),
+        value=value.unsqueeze(3),
+        position=parts.position,
+        rows=parts.rows,
+        spec=cache.specs[layer],
+        begins=parts.begins,
+        sinks=cache.sinks[layer],
+        **parts.rotations[inputs.table_of[layer]]._asdict(),
+    )
+    return cache.step(layer, step).output.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,19 +195,19 @@ class BatchAttention:
 
     Attributes:
         cache: The cache.
-        graphs: Graphs of the cache, for a batch with parts.
         inputs: Rows of the requests. The first layer writes the angles, the last one the pages.
         position: int64 [t]; for a captured step, in vLLM's buffer.
+        starts: Integers [b + 1]: first token of each request, and the number of tokens.
         singles: Number of requests with one token, padding included; they come first.
-        parts: All other requests.
+        parts: All other requests: their tokens, and each as `PromptParts` of one.
     """
 
     cache: GrantedCache
-    graphs: StepGraphs
     inputs: StepInputs
     position: Tensor
+    starts: Tensor
     singles: int
-    parts: list[PromptPart]
+    parts: list[tuple[slice, PromptParts]]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Store the tokens of a layer and write their attention.
@@ -158,60 +219,25 @@ class BatchAttention:
             value: [any, g, d].
             output: [any, h, d]; written, and 0 for padding.
         """
+        heads, first = Heads(query, key, value), slice(self.singles)
+        shared = self.cache, self.inputs, layer
+        singles = SingleTokens(self.position[first], self.inputs.rows[first])
         if layer == 0:  # a replay computes the angles anew from its positions
-            self.inputs.set_angles(self.position)
+            self.inputs.set_angles(singles.position)
         output[len(self.position) :] = 0
-        first, graphs = slice(self.singles), self.graphs.singles
-        if self.parts and graphs.can_run(self.singles):
-            if layer == 0:
-                graphs.begin(self.position[first], self.inputs.rows[first])
-            graphs.attend(layer, query[first], key[first], value[first], output[first])
-        elif self.singles:  # vLLM may be capturing it
-            self._decode(layer, query, key, value, output)
-        for part in self.parts:
-            self._prefill(layer, part, query, key, value, output)
+        if self.singles:  # vLLM may be capturing it
+            attend_singles(*shared, heads.at(first), singles, output[first])
+        for tokens, part in self.parts:
+            (output[tokens],) = attend_parts(*shared, heads.at(tokens).at(None), part)
         if layer == len(self.inputs.table_of) - 1:  # a replay counts them without the host
-            requests = slice(self.singles + len(self.parts))
-            self.inputs.pages[requests] = self.cache.held_pages(self.inputs.rows[requests])
-
-    def _decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor
-    ) -> None:
-        first, angles = slice(self.singles), self.inputs.angles_of(layer)
-        step = Step(
-            query=query[first],
-            key=key[first],
-            value=value[first],
-            cos=angles[first, 0],
-            sin=angles[first, 1],
-            position=self.position[first],
-            rows=self.inputs.rows[first],
-        )
-        self.cache.attend(layer, step, output[first])
-
-    def _prefill(
-        self,
-        layer: int,
-        part: PromptPart,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-    ) -> None:
-        tokens, table = part.tokens, part.rotations[self.inputs.table_of[layer]]
-        heads = (query[tokens], key[tokens], value[tokens])
-        given = Part(*heads, part.position, part.row, table)
-        self.graphs.parts.attend(layer, given, part.begins, output[tokens])
+            self.inputs.report_pages(self.cache, self.singles + len(self.parts))
 
 
-def batch_attention(
-    cache: GrantedCache, graphs: StepGraphs, inputs: StepInputs, input_batch: Any
-) -> BatchAttention:
+def batch_attention(cache: GrantedCache, inputs: StepInputs, input_batch: Any) -> BatchAttention:
     """Describe a batch of vLLM for all layers.
 
     Args:
         cache: The cache.
-        graphs: Graphs of the cache.
         inputs: Inputs of the step; the rows are set.
         input_batch: vLLM's batch; requests with one token come first.
     """
@@ -224,13 +250,15 @@ def batch_attention(
     parts = []
     for index in range(singles, len(counts)):
         tokens = slice(*starts[index : index + 2])
-        own, row = position[tokens], inputs.rows[index, None]
-        begins, rotations = computed[index] == 0, inputs.rotations(own)
-        parts.append(PromptPart(tokens, own, row, begins, rotations))
-    return BatchAttention(cache, graphs, inputs, position, singles, parts)
+        own, rows = position[None, tokens], inputs.rows[index, None]
+        rotations = inputs.rotations(own)
+        parts.append((tokens, PromptParts(own, rows, computed[index] == 0, rotations)))
+    return BatchAttention(cache, inputs, position, input_batch.query_start_loc, singles, parts)
 
 
-def compile_steps(cache: GrantedCache, graphs: StepGraphs, inputs: StepInputs) -> None:
+def compile_steps(
+    cache: GrantedCache, inputs: StepInputs, *, heads: int, dtype: torch.dtype
+) -> None:
     """Run decode steps that store nothing, so that none is compiled while requests wait.
 
     Kernels are compiled apart between powers of two, and there for numbers of KV lists that 16
@@ -238,15 +266,19 @@ def compile_steps(cache: GrantedCache, graphs: StepGraphs, inputs: StepInputs) -
 
     Args:
         cache: The cache.
-        graphs: Graphs of the cache.
         inputs: Inputs of the steps; no row is set afterwards.
+        heads: Query heads.
+        dtype: Dtype of the tokens.
     """
     inputs.set_rows(inputs.rows[:0])
-    for requests in _sizes_of_steps(min(len(inputs.rows), MOST)):
-        query, key, value = graphs.parts.sample(requests)
+    layers, _, groups = cache.lists_shape
+    for requests in _sizes_of_steps(min(len(inputs.rows), _MOST_COMPILED)):
+        shape = requests, heads + 2 * groups, inputs.angles.shape[-1]
+        tokens = torch.zeros(shape, dtype=dtype, device=cache.device)
+        query, key, value = (x.contiguous() for x in tokens.split((heads, groups, groups), 1))
         position = inputs.rows.new_zeros(requests)
-        batch = BatchAttention(cache, graphs, inputs, position, requests, [])
-        for layer in range(cache.lists_shape[0]):
+        batch = BatchAttention(cache, inputs, position, position, requests, [])
+        for layer in range(layers):
             batch.attend(layer, query, key, value, torch.empty_like(query))
 
 

@@ -84,9 +84,14 @@ REQUIRED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
         (
             *("req_ids", "idx_mapping", "num_scheduled_tokens", "num_tokens"),
-            *("query_start_loc_np", "num_computed_tokens_np", "positions"),
+            *("query_start_loc", "query_start_loc_np", "num_computed_tokens_np", "positions"),
         ),
     ),
+    "vllm.forward_context:set_forward_context": (
+        ("attn_metadata", "vllm_config", "num_tokens"),
+        (),
+    ),
+    "vllm.forward_context:ForwardContext": ((), ("attn_metadata",)),
     "vllm.v1.outputs:ModelRunnerOutput": ((), ("num_nans_in_logits",)),
     "vllm.model_executor.layers.attention.attention:Attention.__init__": (
         ("self", "num_heads", "head_size", "scale"),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.glm4 import Glm4ForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
@@ -25,7 +26,9 @@ from dms_train.inference.cache.paged import CacheSizes
 from dms_train.inference.models.blocks import rotary_tables
 from dms_train.kernels.decode.types import FP8
 from dms_train.vllm_plugin.attention import DMSAttention, NoRotation
+from dms_train.vllm_plugin.batch import BatchAttention
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool, granted_cache
+from dms_train.vllm_plugin.mixed_steps import MixedSteps
 from dms_train.vllm_plugin.olmo3 import Olmo3Layer
 from dms_train.vllm_plugin.settings import FP8_CACHES, read_dms_spec
 from dms_train.vllm_plugin.state import DMSModelState
@@ -51,10 +54,12 @@ class Retrofitted(nn.Module):
     Attributes:
         attention_name: Attribute of a layer that holds its attention.
         retrofit: Parts that the model state needs.
+        mixed_steps: Captured steps, which the model state sets.
     """
 
     attention_name = "self_attn"
     model: Any  # of the other base class
+    mixed_steps: MixedSteps
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -70,6 +75,20 @@ class Retrofitted(nn.Module):
         tables = _rotary_tables(a, vllm_config.model_config)
         # a tuple, so that torch registers no module twice
         self.retrofit = Retrofit(attention, cache, tables)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return hidden states [t, hidden size], replayed where the batch can be."""
+        metadata = get_forward_context().attn_metadata or {}
+        batch = metadata.get(self.retrofit.attention[0].layer_name)
+        if isinstance(batch, BatchAttention):
+            kind = self.mixed_steps.kind_of(batch, len(input_ids))
+            if kind is not None:
+                return self.mixed_steps.run(kind, batch, input_ids, positions)
+        return super().forward(input_ids, positions, *args, **kwargs)
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Compute hidden states [t, hidden size] layer by layer."""
+        return super().forward(input_ids, positions)
 
     def get_model_state_cls(self) -> type[DMSModelState]:
         """Return the class of the model's state in model runner V2."""

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
+from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from dms_train.vllm_plugin.batch import StepGraphs, StepInputs, batch_attention, compile_steps
+from dms_train.vllm_plugin.batch import StepInputs, batch_attention, compile_steps
+from dms_train.vllm_plugin.mixed_steps import MixedSteps
 
 
 class ReportingSampler:
@@ -63,13 +65,8 @@ class DMSModelState(DefaultModelState):
         super().__init__(vllm_config, model, *args, **kwargs)
         self._attention, self._cache, tables = model.retrofit
         self._inputs = StepInputs(tables, requests=self.max_num_reqs, tokens=self.max_num_tokens)
-        self._graphs = StepGraphs.build(
-            self._cache,
-            self._inputs,
-            heads=self._attention[0].num_heads,
-            dtype=vllm_config.model_config.dtype,
-            longest=self.max_num_tokens,
-        )
+        steps = MixedSteps(self._cache, self._inputs, self._forward, tokens=self.max_num_tokens)
+        model.mixed_steps = self._mixed_steps = steps
         mode = vllm_config.compilation_config.cudagraph_mode
         # graphs of layers with a window are not tested on a GPU
         self._captures = mode != CUDAGraphMode.NONE and None not in self._cache.specs
@@ -119,8 +116,17 @@ class DMSModelState(DefaultModelState):
         self._inputs.set_rows(input_batch.idx_mapping if is_real else input_batch.idx_mapping[:0])
         batch = None
         if is_real or for_capture:
-            batch = batch_attention(self._cache, self._graphs, self._inputs, input_batch)
+            batch = batch_attention(self._cache, self._inputs, input_batch)
+        return self._metadata(batch)
+
+    def _metadata(self, batch: Any) -> dict[str, Any]:
         return {layer.layer_name: batch for layer in self._attention}
+
+    def _forward(self, batch: Any, ids: Tensor, position: Tensor) -> Tensor:
+        """Return the hidden states of a batch, without the graphs of vLLM."""
+        config: Any = self.vllm_config
+        with set_forward_context(self._metadata(batch), config, num_tokens=len(ids)):
+            return self.model.hidden_states(ids, position)
 
     def _bind_memory(self) -> None:
         """Give the cache the memory of vLLM, which may replace one that it only measured with."""
@@ -133,9 +139,10 @@ class DMSModelState(DefaultModelState):
 
     def _compile(self) -> None:
         """Compile the kernels of decode steps, and capture those of mixed steps."""
-        compile_steps(self._cache, self._graphs, self._inputs)
+        heads, dtype = self._attention[0].num_heads, self.model_config.dtype
+        compile_steps(self._cache, self._inputs, heads=heads, dtype=dtype)
         if self._captures:
-            self._graphs.capture()
+            self._mixed_steps.capture()
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
         """Wrap the sampler."""

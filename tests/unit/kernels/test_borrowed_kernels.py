@@ -47,7 +47,9 @@ def random_text(tokens: int) -> Text:
     query = torch.randn(len(ROWS), tokens, HEADS * GROUP, SIZE, **put)
     key, value = torch.randn(2, len(ROWS), tokens, HEADS, SIZE, **put)
     evicted = torch.rand(len(ROWS), HEADS, tokens, **put) < 0.6
-    angle = torch.arange(tokens, device=DEVICE)[:, None] * 30.0 ** -torch.linspace(0, 1, SIZE // 2)
+    angle = torch.arange(tokens, device=DEVICE)[:, None] * 30.0 ** -torch.linspace(
+        0, 1, SIZE // 2, device=DEVICE
+    )
     angle = torch.cat([angle, angle], 1).to(DEVICE)
     return Text(query, key, value, evicted, angle.cos(), angle.sin())
 

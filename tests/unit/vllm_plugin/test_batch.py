@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from types import SimpleNamespace
 
@@ -20,12 +19,12 @@ from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
 from dms_train.vllm_plugin.batch import (
     BatchAttention,
-    StepGraphs,
     StepInputs,
     batch_attention,
     compile_steps,
 )
 from dms_train.vllm_plugin.cache import GrantedCache, GrantedPool
+from dms_train.vllm_plugin.mixed_steps import Kind, MixedSteps
 from tests.support.host_reads import HostReads
 
 pytestmark = pytest.mark.skipif(
@@ -53,7 +52,7 @@ def rope_table():
     return torch.cat([angle.cos(), angle.sin()], 1)
 
 
-def tokens(row):
+def tokens_of(row):
     """Return query [layers, n, h, d], key and value [layers, n, g, d] of the request in a row."""
     draw = torch.Generator().manual_seed(row)
     query = torch.randn(LAYERS, LENGTH, HEADS * GROUP, SIZE, generator=draw)
@@ -69,7 +68,7 @@ def decisions(query):
 
 def truth(row):
     """Masked attention in float64 [layers, n, h, d], and live tokens [layers, g, n]."""
-    query, key, value = tokens(row)
+    query, key, value = tokens_of(row)
     evicts = decisions(query)
     query = query.clone()
     query[:, :, ::GROUP, SPEC.channel % SIZE] = 0
@@ -99,11 +98,6 @@ def new_cache(stored=None):
     return cache
 
 
-@functools.cache
-def graphs_of(cache, inputs):
-    return StepGraphs.build(cache, inputs, heads=HEADS * GROUP, dtype=torch.float32, longest=16)
-
-
 def new_inputs():
     return StepInputs([rope_table()] * LAYERS, requests=ROWS, tokens=32)
 
@@ -120,29 +114,61 @@ class Requests:
         for row, count in batch:
             now = slice(self.seen[row], self.seen[row] + count)
             position += range(now.start, now.stop)
-            for column, x in zip(columns, tokens(row), strict=True):
+            for column, x in zip(columns, tokens_of(row), strict=True):
                 column.append(x[:, now])
             self.seen[row] += count
         return torch.tensor(position), *(torch.cat(column, 1) for column in columns)
 
 
-def run_eager(cache, inputs, requests, batch):
-    """Run a batch as vLLM's model state does; return its outputs [layers, t, h, d]."""
+def described(cache, inputs, requests, batch):
+    """Describe a batch as vLLM's model state does; also its position, query, key and value."""
     counts = [count for _, count in batch]
     computed = [requests.seen[row] for row, _ in batch]
-    position, query, key, value = requests.take(batch)
+    position, *columns = requests.take(batch)
     inputs.set_rows(torch.tensor([row for row, _ in batch], dtype=torch.int32))
     fields = {
         "num_scheduled_tokens": np.array(counts),
         "query_start_loc_np": np.cumsum([0, *counts]),
+        "query_start_loc": torch.tensor([0, *counts]).cumsum(0),
         "num_computed_tokens_np": np.array(computed),
     }
-    described = SimpleNamespace(positions=position, num_tokens=sum(counts), **fields)
-    attention = batch_attention(cache, graphs_of(cache, inputs), inputs, described)
+    of_vllm = SimpleNamespace(positions=position, num_tokens=sum(counts), **fields)
+    return batch_attention(cache, inputs, of_vllm), position, *columns
+
+
+def run_eager(cache, inputs, requests, batch):
+    """Run a batch layer by layer; return its outputs [layers, t, h, d]."""
+    attention, _, query, key, value = described(cache, inputs, requests, batch)
     output = torch.full_like(query, torch.nan)
     for layer in range(LAYERS):
         attention.attend(layer, query[layer], key[layer], value[layer], output[layer])
     return output
+
+
+class PaddedModel:
+    """Layers of attention alone, in padded steps; a token id tells the row and the position."""
+
+    def __init__(self, cache, inputs, tokens=16):
+        self.cache, self.inputs, self.sizes = cache, inputs, []
+        every = [torch.cat(column, 1) for column in zip(*map(tokens_of, range(ROWS)), strict=True)]
+        self._query, self._key, self._value = every
+        self.steps = MixedSteps(cache, inputs, self._forward, tokens=tokens)
+
+    def _forward(self, batch, ids, position):
+        self.sizes.append(len(ids))
+        query, key, value = (x[:, ids] for x in (self._query, self._key, self._value))
+        output = torch.full_like(query, torch.nan)
+        for layer in range(LAYERS):
+            batch.attend(layer, query[layer], key[layer], value[layer], output[layer])
+        return output.transpose(0, 1).flatten(1)
+
+    def run(self, requests, batch):
+        """Return the outputs of a batch, [layers, t, h, d], and the sizes of the padded step."""
+        attention, position, *_ = described(self.cache, self.inputs, requests, batch)
+        rows = torch.tensor([row for row, count in batch for _ in range(count)])
+        kind = self.steps.kind_of(attention, len(rows))
+        hidden = self.steps.run(kind, attention, rows * LENGTH + position, position)
+        return hidden.unflatten(1, (LAYERS, -1, SIZE)).transpose(0, 1), kind
 
 
 def assert_true(cache, requests, batch, output, tolerance=1e-5):
@@ -174,6 +200,30 @@ def test_mixed_batches_attend_to_the_visible_tokens():
     assert int(cache.lists.lengths[:, 1].sum()) < 0.8 * requests.seen[1] * LAYERS * HEADS
 
 
+def test_padded_steps_attend_to_the_visible_tokens():
+    cache, inputs, requests = new_cache(), new_inputs(), Requests()
+    model, kinds = PaddedModel(cache, inputs), set()
+    for batch in BATCHES:
+        if batch[-1][1] == 1:
+            run_eager(cache, inputs, requests, batch)
+            continue
+        output, kind = model.run(requests, batch)
+        kinds.add(kind)
+        assert_true(cache, requests, batch, output)
+        pages = true_pages(requests, [row for row, _ in batch])
+        assert inputs.pages[: len(batch)].tolist() == pages
+    assert kinds == {Kind(16, ROWS, 1), Kind(16, ROWS, 2)}
+    assert set(model.sizes) == {16}
+
+
+def test_other_batches_are_not_padded():
+    cache, inputs = new_cache(), new_inputs()
+    steps = PaddedModel(cache, inputs).steps
+    for batch in ([(0, 1)], [(0, 2), (1, 2), (2, 2)], [(0, 17)]):
+        attention, position, *_ = described(cache, inputs, Requests(), batch)
+        assert steps.kind_of(attention, len(position)) is None
+
+
 class Captured:
     """A decode step of SLOTS requests: a replay runs the same calls on the same memory."""
 
@@ -186,9 +236,8 @@ class Captured:
         self.query = torch.zeros(*shape, HEADS * GROUP, SIZE)
         self.key, self.value = torch.zeros(2, *shape, HEADS, SIZE)
         self.output = torch.zeros_like(self.query)
-        self._batch = BatchAttention(
-            cache, graphs_of(cache, inputs), inputs, self.position, self.SLOTS, []
-        )
+        starts = torch.arange(self.SLOTS + 1)
+        self._batch = BatchAttention(cache, inputs, self.position, starts, self.SLOTS, [])
         inputs.set_rows(self.position[:0].int())  # the dummy batch of a capture
         self.replay()
 
@@ -249,7 +298,6 @@ def test_padding_stores_nothing(stored):
 def test_compiling_stores_nothing(stored, monkeypatch):
     """Rows and pages are empty after what runs before the first request."""
     cache, inputs = new_cache(stored), new_inputs()
-    graphs = graphs_of(cache, inputs)
     inputs.set_rows(torch.arange(ROWS))
     sizes, attend = [], cache.attend
     monkeypatch.setattr(
@@ -257,10 +305,10 @@ def test_compiling_stores_nothing(stored, monkeypatch):
         "attend",
         lambda layer, step, output: (sizes.append(len(step.rows)), attend(layer, step, output)),
     )
-    compile_steps(cache, graphs, inputs)
+    compile_steps(cache, inputs, heads=HEADS * GROUP, dtype=torch.float32)
     assert sizes == [size for size in (1, 2, 3, 4, ROWS) for _ in range(LAYERS)]
     assert inputs.rows.tolist() == [-1] * ROWS
-    graphs.parts._compile()
+    PaddedModel(cache, inputs).steps.compile()
     assert not cache.lists.lengths.any()
     assert int(cache.pool.free.left) == PAGES
     assert not cache.pool.free.fault.any()
@@ -268,8 +316,12 @@ def test_compiling_stores_nothing(stored, monkeypatch):
 
 def test_fp8_pages_lose_little():
     cache, inputs, requests = new_cache(FP8), new_inputs(), Requests()
-    for batch in BATCHES:
-        output = run_eager(cache, inputs, requests, batch)
+    model = PaddedModel(cache, inputs)
+    for number, batch in enumerate(BATCHES):
+        if number % 2 and batch[-1][1] > 1:
+            output, _ = model.run(requests, batch)
+        else:
+            output = run_eager(cache, inputs, requests, batch)
         assert_true(cache, requests, batch, output, tolerance=0.15)
     assert cache.view(0).exponents.any()
 
@@ -277,9 +329,11 @@ def test_fp8_pages_lose_little():
 @pytest.mark.parametrize("stored", [None, FP8])
 def test_the_host_never_waits(stored):
     cache, inputs, requests = new_cache(stored), new_inputs(), Requests()
+    model = PaddedModel(cache, inputs)
     with HostReads("dms_train") as reads:
         for batch in BATCHES[:4]:
             run_eager(cache, inputs, requests, batch)
+        model.run(requests, [(0, 1), (1, 2), (2, 3)])
         cache.held_pages(inputs.rows[:3])
         cache.free_row(3)
     assert reads.places == []
