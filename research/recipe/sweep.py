@@ -8,7 +8,7 @@ Each variant changes the named settings of the base: the experiment to CR 4 with
 of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` train gates on the
 frozen model for as many steps; `trim-kv` then has a budget at CR 4, and `kvzap` also exports with
 other thresholds, of which each reaches a ratio of its own. `FOLDER/sweep.json` has a row for each
-finished variant: KL to the original on held-out text with hard evictions, perplexity of the text of
+measured variant: KL to the original on held-out text with hard evictions, perplexity of the text of
 `--held-out`, and the share of needles that are found. The same command continues.
 """
 
@@ -186,20 +186,19 @@ def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
 
 
 def rows(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return the numbers of every model that is finished."""
-    return [_row(sweep, name) for name in (ORIGINAL, *sweep.variants) if _finished(sweep, name)]
+    """Return the numbers of every model that is measured, all or in part."""
+    found = {name: _measured(sweep, name) for name in (ORIGINAL, *sweep.variants)}
+    return [_row(sweep, name, kinds) for name, kinds in found.items() if kinds]
 
 
-def _finished(sweep: Sweep, name: str) -> bool:
-    marks = [
-        sweep.root / "state" / f"{_step(kind, name)}.done" for kind in _measurements(sweep, name)
-    ]
-    return all(mark.is_file() for mark in marks)
+def _measured(sweep: Sweep, name: str) -> list[str]:
+    """Return the measurements of a model that are finished."""
+    state = sweep.root / "state"
+    kinds = _measurements(sweep, name)
+    return [kind for kind in kinds if (state / f"{_step(kind, name)}.done").is_file()]
 
 
-def _row(sweep: Sweep, name: str) -> dict[str, Any]:
-    folder = sweep.folder(name)
-    measured = json.loads((folder / "perplexity.json").read_text(encoding="utf-8"))["model"]
+def _row(sweep: Sweep, name: str, kinds: list[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"variant": name}
     if name != ORIGINAL:
         words = json.loads(
@@ -207,14 +206,29 @@ def _row(sweep: Sweep, name: str) -> dict[str, Any]:
         )
         row["overrides"] = words[len(TRAIN) :]
         if name not in _EXPORTED:
-            row |= _training(folder / "train" / "metrics.jsonl")
-    for part in ("window", "continuation"):
-        row[part] = {key: measured[part][key] for key in ("perplexity", "nats", "cr_factor")}
-    for context in sweep.contexts:
-        (point,) = load([folder / "needles" / str(context)]).points()
-        accuracy = point.accuracy
-        row[f"needles_{context}"] = [accuracy.value, accuracy.low, accuracy.high]
+            row |= _training(sweep.folder(name) / "train" / "metrics.jsonl")
+    if "perplexity" in kinds:
+        row |= _perplexity(sweep.folder(name) / "perplexity.json")
+    if "needles" in kinds:
+        row |= _needles(sweep, sweep.folder(name) / "needles")
     return row
+
+
+def _perplexity(path: Path) -> dict[str, Any]:
+    measured = json.loads(path.read_text(encoding="utf-8"))["model"]
+    names = ("perplexity", "nats", "cr_factor")
+    return {
+        part: {key: measured[part][key] for key in names} for part in ("window", "continuation")
+    }
+
+
+def _needles(sweep: Sweep, folder: Path) -> dict[str, Any]:
+    found = {}
+    for context in sweep.contexts:
+        (point,) = load([folder / str(context)]).points()
+        accuracy = point.accuracy
+        found[f"needles_{context}"] = [accuracy.value, accuracy.low, accuracy.high]
+    return found
 
 
 def _training(metrics: Path) -> dict[str, Any]:
@@ -225,7 +239,8 @@ def _training(metrics: Path) -> dict[str, Any]:
 
 def table(record: dict[str, Any]) -> str:
     """Return the rows of a record as Markdown."""
-    contexts = [key for key in next(iter(record["rows"]), {}) if key.startswith("needles_")]
+    keys = dict.fromkeys(key for row in record["rows"] for key in row)
+    contexts = [key for key in keys if key.startswith("needles_")]
     header = ["variant", "tokens, M", "KL", "CR", "perplexity", "of continuations"]
     header += [f"needles {int(key.removeprefix('needles_')):,}" for key in contexts]
     return markdown_table(header, [_cells(row, contexts) for row in record["rows"]])
@@ -233,13 +248,18 @@ def table(record: dict[str, Any]) -> str:
 
 def _cells(row: dict[str, Any], contexts: list[str]) -> list[str]:
     numbers = (("tokens", ".1f", 1e-6), ("kl", ".4f", 1))
+    needles = [f"{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}]" if x else "" for x in map(row.get, contexts)]
     return [
         row["variant"],
         *(format(row[key] * scale, form) if key in row else "" for key, form, scale in numbers),
-        f"{row['continuation']['cr_factor']:.2f}",  # a prompt may be read before any eviction
-        *(f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")),
-        *(f"{row[key][0]:.2f} [{row[key][1]:.2f}, {row[key][2]:.2f}]" for key in contexts),
+        _cell(row, "continuation", "cr_factor"),  # a prompt may be read before any eviction
+        *(_cell(row, part, "perplexity") for part in ("window", "continuation")),
+        *needles,
     ]
+
+
+def _cell(row: dict[str, Any], part: str, name: str) -> str:
+    return f"{row[part][name]:.2f}" if part in row else ""
 
 
 def _write(sweep: Sweep) -> None:

@@ -50,6 +50,15 @@ VARIANTS = {
     "attention, learning rate 2e-4": (H200, "train-attention"),
     "adapters (`lora`, rank 16), learning rate 1e-3": (H200, "train-lora"),
 }
+GATES = {
+    "not trained": "original",
+    "DMS, window 16": "base",
+    "DMS, window 64": "window-64",
+    "DMS, window 256": "window-256",
+    "TRIM-KV, a budget at CR 4": "trim-kv",
+    "KVzap, threshold exp(-5)": "kvzap",
+    **{f"KVzap, threshold exp(-{offset})": f"kvzap-offset-{offset}" for offset in (4.5, 4, 3.5)},
+}
 
 
 def record(name: str, device: str = H200) -> dict[str, Any]:
@@ -199,6 +208,20 @@ def test_the_variants_have_the_numbers_of_the_sweep() -> None:
         assert cells[1] == f"{row['continuation']['perplexity']:.2f}"
         for cell, key in zip(cells[2:], ("needles_2048", "needles_4096"), strict=True):
             assert cell == "{:.2f} [{:.2f}, {:.2f}]".format(*row[key])
+
+
+def test_gates_and_windows_are_those_of_the_record() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_gates.json")["rows"]}
+    rows = page_rows("docs/models.md")
+    assert set(found) == set(GATES.values())
+    for title, name in GATES.items():
+        row, cells = found[name], rows[title]
+        parts = (("continuation", "cr_factor"), ("window", "perplexity"))
+        parts += (("continuation", "perplexity"),)
+        for cell, (part, key) in zip(cells[:3], parts, strict=True):
+            assert cell == (f"{row[part][key]:.2f}" if part in row else "")
+        for cell, key in zip(cells[3:], ("needles_2048", "needles_4096"), strict=True):
+            assert cell == ("{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "")
 
 
 def test_the_records_print() -> None:

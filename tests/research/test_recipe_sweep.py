@@ -144,6 +144,9 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert table({"rows": [row]}).splitlines()[-1] == (
         "| base | 0.0 | 0.2500 | 4.10 | 20.00 | 18.00 |"
     )
+    (tmp_path / "state" / "perplexity_base.done").unlink()
+    (row,) = rows(chosen)
+    assert table({"rows": [row]}).splitlines()[-1] == "| base | 0.0 | 0.2500 |  |  |  |"
 
 
 @pytest.mark.parametrize(
