@@ -25,7 +25,7 @@ from dms_train.vllm_plugin.batch import BatchAttention
 from dms_train.vllm_plugin.credit import DMSCacheSpec
 from dms_train.vllm_plugin.settings import FP8_CACHES
 
-# Everything that a decode step reads has a fixed address; prompts do not.
+# Everything that a decode step reads has a fixed address. `mixed_steps` captures others itself.
 CUDAGRAPH_SUPPORT = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 

@@ -2,7 +2,7 @@
 
 A decode step may be captured as a CUDA graph. Everything that a replay reads has a fixed address:
 `StepInputs`, the cache, and the positions, which vLLM keeps in one buffer. The host reads nothing
-back, neither in a decode step nor in a chunk of a prompt.
+back, neither in a decode step nor in a part of a prompt. `mixed_steps` captures steps with parts.
 
 Shape letters: t tokens of a batch, b its requests, p parts of prompts, n tokens of a part, h query
 heads, g KV heads, d head size.
@@ -10,7 +10,10 @@ heads, g KV heads, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as cache_result
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,17 +47,16 @@ class StepInputs:
         tables: RoPE of each layer by position, [positions, d]: cosines, then sines. Layers with the
             same RoPE share one tensor.
         requests: Most requests of a batch.
-        tokens: Most tokens of a batch.
 
     Attributes:
         rows: int64 [requests], cache rows of the requests; -1 after the last one.
         pages: int32 [requests], pages that the requests hold after the step; -1 after a fault.
-        angles: [k, tokens, 2, d], cosines and sines of the tokens, both halves alike, for each of
-            the k different tables.
+        angles: [k, requests, 2, d], cosines and sines of requests with one token, both halves
+            alike, for each of the k different tables.
         table_of: Index of the table of each layer.
     """
 
-    def __init__(self, tables: list[Tensor], *, requests: int, tokens: int) -> None:
+    def __init__(self, tables: list[Tensor], *, requests: int) -> None:
         different = {id(table): table for table in tables}
         numbers = {name: number for number, name in enumerate(different)}
         self.table_of = [numbers[id(table)] for table in tables]
@@ -62,7 +64,7 @@ class StepInputs:
         first = tables[0]
         self.rows = torch.full((requests,), -1, dtype=torch.int64, device=first.device)
         self.pages = torch.zeros_like(self.rows, dtype=torch.int32)
-        self.angles = first.new_empty(len(different), tokens, 2, first.shape[1])
+        self.angles = first.new_empty(len(different), requests, 2, first.shape[1])
 
     def set_rows(self, rows: Tensor) -> None:
         """Set the rows of the requests of a step, integers [b]; the host does not wait."""
@@ -80,7 +82,7 @@ class StepInputs:
         return result
 
     def set_angles(self, position: Tensor) -> None:
-        """Compute the angles of tokens, integers [t]."""
+        """Compute the angles of requests with one token at positions, integers [b]."""
         for table, angles in zip(self._tables, self.angles, strict=True):
             halves = table[position]
             torch.cat([halves, halves], -1, out=angles[: len(position)])
@@ -127,13 +129,13 @@ class PromptParts(NamedTuple):
         position: int64 [p, n]; -1 for padding.
         rows: Cache rows, int64 [p].
         begins: Whether the cache is known to hold nothing of the requests.
-        rotations: `StepInputs.rotations` of the tokens.
+        rotations: Returns `StepInputs.rotations` of the tokens, which it computes once.
     """
 
     position: Tensor
     rows: Tensor
     begins: bool
-    rotations: list[Rotations]
+    rotations: Callable[[], list[Rotations]]
 
 
 def attend_singles(
@@ -184,7 +186,8 @@ def attend_parts(
         spec=cache.specs[layer],
         begins=parts.begins,
         sinks=cache.sinks[layer],
-        **parts.rotations[inputs.table_of[layer]]._asdict(),
+        lengths=(query.shape[1],) * len(query),
+        **parts.rotations()[inputs.table_of[layer]]._asdict(),
     )
     return cache.step(layer, step).output.transpose(1, 2)
 
@@ -251,7 +254,7 @@ def batch_attention(cache: GrantedCache, inputs: StepInputs, input_batch: Any) -
     for index in range(singles, len(counts)):
         tokens = slice(*starts[index : index + 2])
         own, rows = position[None, tokens], inputs.rows[index, None]
-        rotations = inputs.rotations(own)
+        rotations = cache_result(partial(inputs.rotations, own))  # not needed for a replay
         parts.append((tokens, PromptParts(own, rows, computed[index] == 0, rotations)))
     return BatchAttention(cache, inputs, position, input_batch.query_start_loc, singles, parts)
 

@@ -2,8 +2,8 @@
 
 vLLM launches such a step layer by layer, more slowly than the GPU runs it, and all requests that
 decode wait for it. A graph holds the whole model for one or two parts and the requests with one
-token beside them, padded to one of a few sizes. All graphs are captured when vLLM starts. Without
-a GPU, the same padded steps run without graphs.
+token beside them, padded to one of a few sizes. All graphs are captured when vLLM captures its own.
+Without a GPU, the same padded steps run without graphs.
 
 Shape letters: t tokens with padding, b requests with one token, p parts, h query heads, g KV heads,
 d head size.
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     Attributes:
         tokens: Tokens of the step.
         singles: Requests with one token.
-        parts: Parts of prompts; there is no padding among them.
+        parts: Parts of prompts, never padded.
     """
 
     tokens: int
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """What a replay reads; it never moves.
+    """Inputs of a replay, at fixed addresses.
 
     Attributes:
         ids: Token ids, int32 [t].
@@ -67,12 +67,12 @@ class _Memory(NamedTuple):
 
 
 class _PaddedBatch:
-    """Attention of the tokens of a padded step; a layer's metadata, as `BatchAttention`.
+    """Stands in for `BatchAttention` as the metadata of every layer in a padded step.
 
     Args:
         cache: The cache.
         inputs: Inputs of the step.
-        memory: What the step reads.
+        memory: Other inputs of the step.
         kind: Sizes of the step.
     """
 
@@ -96,12 +96,12 @@ class _PaddedBatch:
             self._locate()
         tokens, singles, parts = self._kind
         heads, shared = Heads(query, key, value), (self._cache, self._inputs, layer)
-        found = query.new_empty(singles + parts * tokens, *query.shape[1:])
+        attended = query.new_empty(singles + parts * tokens, *query.shape[1:])
         first = heads.at(slice(singles))
-        attend_singles(*shared, first, self._singles, found[:singles])
+        attend_singles(*shared, first, self._singles, attended[:singles])
         rest = heads.at(self._places)
-        found[singles:].view(rest.query.shape)[:] = attend_parts(*shared, rest, self._parts)
-        output[:] = found[self._sources]
+        attended[singles:].view(rest.query.shape)[:] = attend_parts(*shared, rest, self._parts)
+        output[:] = attended[self._sources]
         if layer == len(self._inputs.table_of) - 1:
             self._inputs.report_pages(self._cache, singles + parts)
 
@@ -115,7 +115,7 @@ class _PaddedBatch:
         position = memory.position[self._places]
         rotations = self._inputs.rotations(position)
         position = torch.where(inside, position, -1)
-        self._parts = PromptParts(position, memory.part_rows[:parts], False, rotations)
+        self._parts = PromptParts(position, memory.part_rows[:parts], False, lambda: rotations)
         part = (number >= end[:-1]).sum(0)  # of each token, [t]
         source = singles + part * tokens + number - begin[part, 0]
         self._sources = torch.where(number < begin[0], number, source)
@@ -173,7 +173,7 @@ class MixedSteps:
         """Compute a batch.
 
         Args:
-            kind: What `kind_of` returned.
+            kind: Result of `kind_of`.
             batch: The batch.
             ids: Token ids, integers [any].
             position: Integers [any].
@@ -195,9 +195,12 @@ class MixedSteps:
         assert self._hidden is not None
         return self._hidden[: len(ids)]
 
-    def capture(self) -> None:
-        """Capture all graphs anew, for the memory that the cache has now; it must be empty."""
+    def forget(self) -> None:
+        """Drop the graphs, which write to the memory that the cache had."""
         self._graphs.clear()
+
+    def capture(self) -> None:
+        """Capture all graphs, for the memory that the cache has now; it must be empty."""
         device = self._cache.device
         current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         stream.wait_stream(current)
@@ -224,8 +227,13 @@ class MixedSteps:
                 self._cache.free_row(row)
 
     def _kinds(self) -> list[Kind]:
-        """Return all kinds, the largest first, whose memory the others can use."""
-        parts = [count for count in _PARTS if count <= len(self._inputs.rows)]
+        """Return all kinds, the largest first, whose memory the others can use.
+
+        vLLM 0.33 first measures with few pages; `compile` takes one of every KV list of a part.
+        """
+        layers, rows, groups = self._cache.lists_shape
+        most = min(rows, self._cache.pool.max_pages // (layers * groups))
+        parts = [count for count in _PARTS if count <= most]
         sizes = product(self._tokens, self._singles, parts)
         return sorted({Kind(t, min(t, b), p) for t, b, p in sizes}, reverse=True)
 

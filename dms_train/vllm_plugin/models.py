@@ -76,15 +76,21 @@ class Retrofitted(nn.Module):
         # a tuple, so that torch registers no module twice
         self.retrofit = Retrofit(attention, cache, tables)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return hidden states [t, hidden size], replayed where the batch can be."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Any:
+        """Return hidden states [t, hidden size]; replay a captured step if one fits the batch."""
         metadata = get_forward_context().attn_metadata or {}
         batch = metadata.get(self.retrofit.attention[0].layer_name)
-        if isinstance(batch, BatchAttention):
+        if isinstance(batch, BatchAttention) and inputs_embeds is None:
             kind = self.mixed_steps.kind_of(batch, len(input_ids))
             if kind is not None:
                 return self.mixed_steps.run(kind, batch, input_ids, positions)
-        return super().forward(input_ids, positions, *args, **kwargs)
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute hidden states [t, hidden size] layer by layer."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm.envs as envs
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import CompilationMode, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -216,6 +216,10 @@ def _other_refusals(config: VllmConfig) -> list[tuple[Any, str]]:
             _changes_rope(config.model_config.hf_overrides),
             "RoPE comes from the export; remove functions, rope_parameters and "
             "partial_rotary_factor from --hf-overrides",
+        ),
+        (
+            config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE,
+            "torch.compile cannot trace the cache; remove mode from --compilation-config",
         ),
         (runner != "generate", f"runner={runner} is not supported; use generate"),
         (

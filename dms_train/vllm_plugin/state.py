@@ -9,9 +9,11 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from dms_train.vllm_plugin.batch import StepInputs, batch_attention, compile_steps
+from dms_train.vllm_plugin.cache import GrantedCache
 from dms_train.vllm_plugin.mixed_steps import MixedSteps
 
 
@@ -55,6 +57,23 @@ def most_of_ranks(pages: Tensor) -> Tensor:
     return torch.where(pages == fault, -1, pages)
 
 
+def can_capture(config: Any, cache: GrantedCache) -> bool:
+    """Return whether steps with parts of prompts may be captured.
+
+    Graphs of layers with a window are not tested on a GPU. Experts on data-parallel ranks exchange
+    tokens, so that the ranks must agree on the sizes of a step. Offloaded weights need waits.
+    """
+    parallel = config.parallel_config
+    exchanges = parallel.data_parallel_size > 1 and parallel.is_moe_model is not False
+    return (
+        cache.device.type == "cuda"
+        and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        and None not in cache.specs
+        and not exchanges
+        and isinstance(get_offloader(), NoopOffloader)
+    )
+
+
 class DMSModelState(DefaultModelState):
     """Model state that gives each request a row of the cache.
 
@@ -64,12 +83,11 @@ class DMSModelState(DefaultModelState):
     def __init__(self, vllm_config: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, model, *args, **kwargs)
         self._attention, self._cache, tables = model.retrofit
-        self._inputs = StepInputs(tables, requests=self.max_num_reqs, tokens=self.max_num_tokens)
+        self._inputs = StepInputs(tables, requests=self.max_num_reqs)
         steps = MixedSteps(self._cache, self._inputs, self._forward, tokens=self.max_num_tokens)
         model.mixed_steps = self._mixed_steps = steps
-        mode = vllm_config.compilation_config.cudagraph_mode
-        # graphs of layers with a window are not tested on a GPU
-        self._captures = mode != CUDAGraphMode.NONE and None not in self._cache.specs
+        self._captures = can_capture(vllm_config, self._cache)
+        self._captured = False
         self._rows: dict[str, int] = {}
         self._memory: Tensor | None = None
 
@@ -100,7 +118,9 @@ class DMSModelState(DefaultModelState):
         """Set the inputs of a step and describe its batch for all layers.
 
         A replay of a captured step reads the inputs only. Dummy batches carry the rows of live
-        requests; their rows are set to -1, so that they store nothing.
+        requests; their rows are set to -1, so that they store nothing. The first step that vLLM
+        captures captures the steps with parts of prompts too: vLLM then registers the buffers of
+        reductions over ranks.
 
         Args:
             input_batch: The batch.
@@ -112,6 +132,9 @@ class DMSModelState(DefaultModelState):
             Metadata by name of the layer; None for a dummy batch that is not captured.
         """
         self._bind_memory()
+        if for_capture and self._captures and not self._captured:
+            self._mixed_steps.capture()
+            self._captured = True
         is_real = all(req_id in self._rows for req_id in input_batch.req_ids)
         self._inputs.set_rows(input_batch.idx_mapping if is_real else input_batch.idx_mapping[:0])
         batch = None
@@ -134,15 +157,11 @@ class DMSModelState(DefaultModelState):
         if memory is not self._memory:
             self._cache.pool.bind(memory)
             self._memory = memory
+            self._mixed_steps.forget()
+            self._captured = False
             if self._cache.device.type == "cuda":
-                self._compile()
-
-    def _compile(self) -> None:
-        """Compile the kernels of decode steps, and capture those of mixed steps."""
-        heads, dtype = self._attention[0].num_heads, self.model_config.dtype
-        compile_steps(self._cache, self._inputs, heads=heads, dtype=dtype)
-        if self._captures:
-            self._mixed_steps.capture()
+                heads, dtype = self._attention[0].num_heads, self.model_config.dtype
+                compile_steps(self._cache, self._inputs, heads=heads, dtype=dtype)
 
     def custom_sampler(self, sampler: Any) -> tuple[ReportingSampler, None]:
         """Wrap the sampler."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ class Served:
         count = (PAGES + 1) * pool.page_slots * pool.slot_bytes
         raw = torch.zeros(count, dtype=torch.uint8, device=device)
         pool.bind(raw if stored == FP8 else raw.view(torch.bfloat16))
-        inputs = StepInputs([table] * LAYERS, requests=ROWS, tokens=LENGTH)
+        inputs = StepInputs([table] * LAYERS, requests=ROWS)
         compile_steps(cache, inputs, heads=HEADS * GROUP, dtype=torch.bfloat16)
         draw = torch.Generator("cuda").manual_seed(1)
         shape = LAYERS, VOCABULARY, HEADS * (GROUP + 2), SIZE
@@ -87,7 +88,7 @@ class Served:
             tokens = slice(start, start + n)
             if n > 1:
                 own, rows = position[None, tokens], self.inputs.rows[index, None]
-                rotations = self.inputs.rotations(own)
+                rotations = partial(self.inputs.rotations, own)
                 parts.append((tokens, PromptParts(own, rows, seen[row] == 0, rotations)))
             start += n
         singles = len(requests) - len(parts)

@@ -39,6 +39,7 @@ class Recorder(Executor):
     supported_tasks = ("generate",)
     rank, store = 0, ""
     steps: list[dict[str, Any]]
+    padded: list[Any]
 
     def _init_executor(self) -> None:
         config = self.vllm_config
@@ -53,6 +54,9 @@ class Recorder(Executor):
             self.runner = GPUModelRunner(config, torch.device("cpu"))
             self.runner.load_model()
         self.cache = self.runner.model.retrofit.cache
+        steps, self.padded = self.runner.model.mixed_steps, []
+        run = steps.run
+        steps.run = lambda kind, *args: (self.padded.append(kind), run(kind, *args))[1]
 
     def determine_available_memory(self) -> list[int]:
         return [MEMORY]
@@ -220,6 +224,7 @@ def generate(job: dict[str, Any], graphs: dict[str, Any] | None = None) -> dict[
         "tokens": [o.outputs[0].token_ids for o in outputs],
         "names": [o.request_id for o in outputs],
         "steps": recorder.steps,
+        "padded": recorder.padded,
         "scheduler": type(core.scheduler).__name__,
         "free_blocks": pool.get_num_free_blocks(),
         "pages": recorder.cache.pool.max_pages,

@@ -17,6 +17,7 @@ from dms_train.kernels.decode.types import FP8
 from dms_train.method.accounting import live_slots
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
+from dms_train.vllm_plugin import mixed_steps
 from dms_train.vllm_plugin.batch import (
     BatchAttention,
     StepInputs,
@@ -47,8 +48,8 @@ BATCHES = [
 ]
 
 
-def rope_table():
-    angle = torch.arange(LENGTH)[:, None] * 0.3 ** torch.arange(SIZE // 2)
+def rope_table(layer):
+    angle = torch.arange(LENGTH)[:, None] * (0.3 + 0.2 * layer) ** torch.arange(SIZE // 2)
     return torch.cat([angle.cos(), angle.sin()], 1)
 
 
@@ -72,7 +73,8 @@ def truth(row):
     evicts = decisions(query)
     query = query.clone()
     query[:, :, ::GROUP, SPEC.channel % SIZE] = 0
-    cos, sin = (torch.cat([x, x], 1)[:, None].double() for x in rope_table().chunk(2, 1))
+    tables = torch.stack([rope_table(layer) for layer in range(LAYERS)])
+    cos, sin = (torch.cat([x, x], 2)[:, :, None].double() for x in tables.chunk(2, 2))
 
     def rotate(x):
         first, second = x.double().chunk(2, -1)
@@ -99,7 +101,8 @@ def new_cache(stored=None):
 
 
 def new_inputs():
-    return StepInputs([rope_table()] * LAYERS, requests=ROWS, tokens=32)
+    """Inputs of layers of which each has a table of its own."""
+    return StepInputs([rope_table(layer) for layer in range(LAYERS)], requests=ROWS)
 
 
 class Requests:
@@ -214,6 +217,45 @@ def test_padded_steps_attend_to_the_visible_tokens():
         assert inputs.pages[: len(batch)].tolist() == pages
     assert kinds == {Kind(16, ROWS, 1), Kind(16, ROWS, 2)}
     assert set(model.sizes) == {16}
+
+
+def test_steps_have_the_smallest_size_that_holds_them(monkeypatch):
+    monkeypatch.setattr(mixed_steps, "_TOKENS", (4, 8, 16))
+    monkeypatch.setattr(mixed_steps, "_SINGLES", (2,))
+    cache, inputs, requests = new_cache(), new_inputs(), Requests()
+    model = PaddedModel(cache, inputs)
+    model.steps.compile()
+    sizes = [(4, 2), (4, 4), (8, 2), (8, ROWS), (16, 2), (16, ROWS)]
+    captured = [Kind(*size, parts) for size in reversed(sizes) for parts in (2, 1)]
+    assert model.steps._kinds() == captured
+    expected = {
+        ((0, 2),): (4, 2, 1),
+        ((0, 1), (1, 2)): (4, 2, 1),
+        ((0, 1), (1, 3), (2, 4)): (8, 2, 2),
+        ((0, 1), (1, 1), (2, 1), (3, 5)): (8, ROWS, 1),
+        ((0, 1), (1, 1), (2, 1), (4, 13)): (16, ROWS, 1),
+    }
+    for batch, kind in expected.items():
+        output, used = model.run(requests, batch)
+        assert used == kind
+        assert used in captured
+        assert_true(cache, requests, batch, output)
+        assert inputs.pages[: len(batch)].tolist() == true_pages(
+            requests, [row for row, _ in batch]
+        )
+
+
+def test_few_pages_limit_what_is_compiled():
+    cache, inputs = new_cache(), new_inputs()
+    for pages, parts in ((LAYERS * HEADS, {1}), (2 * LAYERS * HEADS, {1, 2}), (1, set())):
+        cache.pool.bind(
+            torch.zeros((pages + 1) * cache.pool.page_slots * cache.pool.slot_bytes // 4)
+        )
+        steps = PaddedModel(cache, inputs).steps
+        assert {kind.parts for kind in steps._kinds()} == parts
+        steps.compile()
+        assert int(cache.pool.free.left) == pages
+        assert not cache.pool.free.fault.any()
 
 
 def test_other_batches_are_not_padded():

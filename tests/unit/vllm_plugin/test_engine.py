@@ -140,6 +140,14 @@ def test_batches_mix_chunks_of_prompts_with_single_tokens(served):
         assert case.result["scheduler"] == expected
 
 
+def test_steps_with_one_or_two_parts_of_prompts_are_padded(served):
+    for case in served.values():
+        steps = [[r["new"] for r in step["requests"].values()] for step in case.result["steps"]]
+        parts = [sum(n > 1 for n in counts) for counts in steps]
+        assert [kind[2] for kind in case.result["padded"]] == [n for n in parts if n in (1, 2)]
+        assert {1, 2} <= set(parts)
+
+
 def test_no_block_has_an_address(served):
     for case in served.values():
         assert all(ids == [[]] for step in case.result["steps"] for ids in step["block_ids"])

@@ -58,6 +58,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     ),
     "own backend": ({"attention_backend": "FLASH_ATTN"}, {}, "it has an attention backend"),
 }
+REFUSED["stock torch.compile"] = (
+    {"compilation_config": {"mode": 1}},
+    {},
+    "torch.compile cannot trace the cache",
+)
 if any(d.version.startswith("0.33.") for d in metadata.distributions(name="vllm")):
     REFUSED["sharded sampling"] = (
         {"tensor_parallel_size": 2, "enable_batch_sharded_sampling": True, **PROCESSES},
