@@ -17,7 +17,7 @@ from dms_train.kernels import dispatch
 pytestmark = pytest.mark.skipif(
     not dispatch.is_supported(torch.device("cpu")), reason="needs triton's interpreter"
 )
-CONTEXT, BUDGET, STEPS = 64, 16, 3
+CONTEXT, BUDGET, STEPS = 64, 16, 5
 
 
 def test_policies_hold_their_budget_and_dms_grows(tmp_path: Path) -> None:
