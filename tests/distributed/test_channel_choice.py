@@ -19,7 +19,6 @@ PROCESSES = 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
     "pp2_vp2": {
         "pipeline_model_parallel_size": 2,

@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *(("tp2", variant) for variant in ("dmc", "dmc_hardc", "zeroing")),
-    *(("recompute_tp2_pp2_sp", variant) for variant in ("dmc_c", "layer", "packed")),
+    *(("recompute_tp2_pp2_sp", variant) for variant in ("dmc_c", "layer")),
     ("pp2", "dmc"),
     ("dp2", "dmc_hardc"),
     ("cp2", "layer"),

@@ -230,6 +230,7 @@ def test_a_killed_run_resumes_with_the_same_losses_and_weights(
     assert "PASS" in launch.checked(verified)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_a_killed_run_of_adapters_resumes_and_exports_the_same(folder: Path) -> None:

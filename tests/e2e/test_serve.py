@@ -100,7 +100,7 @@ def started(model: Path, *words: str, **options: Any) -> Iterator[Process]:
 
 def test_what_runs_is_finished_after_sigterm(model):
     with started(model, "--drain-seconds", "100") as server:
-        stream = server.open_stream(1000)
+        stream = server.open_stream(400)
         server.inner.send_signal(signal.SIGTERM)
         wait_for(lambda: ask(f"{server.url}/health")[0] == 503)
         status, headers, _ = ask(f"{server.url}/v1/completions", {"prompt": "the"})

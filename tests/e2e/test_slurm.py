@@ -28,7 +28,7 @@ from tests.support.r1_tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 STAGES = ["prepare", "hf_to_megatron", "zero_neuron", "retrofit", "export", "validate_export"]
-ZEROING, ANNEALING = 4, 60
+ZEROING, ANNEALING = 4, 30
 # the two stages that faults are put into, from the model's own weights
 TRAINING = ("--skip", "prepare,hf_to_megatron", "stage.run=[zero_neuron,retrofit]")
 KEY = "0123456789abcdef" * 2 + "deadbeef"  # looks like one of Weights & Biases

@@ -34,7 +34,6 @@ from tests.support import configs
 from tests.support.live_memory import LiveBytes, saved_bytes
 
 SIZES = {
-    "num_layers": 8,
     "hidden_size": 128,
     "ffn_hidden_size": 448,
     "num_attention_heads": 8,

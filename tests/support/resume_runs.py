@@ -32,7 +32,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "moe_tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
 SAME = [
-    ("dp2", "fp32"),
     ("dp2", "bf16"),
     ("pp2_vp2", "fp32"),
     ("cp2", "fp32"),
@@ -41,15 +40,16 @@ SAME = [
 ]
 # saved in one layout, continued in another
 OTHER = [
-    ("dp2", "tp2_sp", "fp32"),
     ("pp2_vp2", "tp2", "fp32"),
     ("cp2", "dp2", "fp32"),
+    ("dp2", "tp2_sp", "bf16"),
     ("tp2_sp", "pp2", "bf16"),
     ("moe_ep2", "moe_tp2_sp", "fp32"),
 ]
 if FULL_MATRIX:
-    SAME += [("tp2", "fp32"), ("tp2_sp", "fp32")]
+    SAME += [("dp2", "fp32"), ("tp2", "fp32"), ("tp2_sp", "fp32")]
     OTHER += [
+        ("dp2", "tp2_sp", "fp32"),
         ("tp2", "pp2", "fp32"),
         ("tp2", "dp2", "fp32"),
         ("dp2", "pp2_vp2", "fp32"),

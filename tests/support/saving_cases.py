@@ -37,7 +37,7 @@ from dms_train.method.spec import PRESETS
 from tests.support import tiny
 from tests.support.descriptors import connections
 
-HALF, STEPS = 3, 7
+HALF, STEPS = 2, 4
 RATE = LearningRate(max_lr=1e-4, min_lr=1e-5, steps=STEPS, warmup_steps=2, style="cosine")
 SPEC = PRESETS["dms"].override(window=8, alpha_offset=0.5)
 _PATIENCE = 60.0

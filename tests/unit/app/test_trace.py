@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,7 @@ LAYOUTS = trace_worker.COMPARED
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("trace") / "found.json"
-    command = [sys.executable, "-m", "tests.support.trace_worker", str(out)]
-    subprocess.run(command, env=launch.environment(), cwd=launch.ROOT, check=True, timeout=550)
+    launch.checked(launch.module("tests.support.trace_worker", str(out), timeout=550))
     return json.loads(Path(out).read_text())
 
 

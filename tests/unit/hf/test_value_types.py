@@ -115,7 +115,15 @@ def ids() -> torch.Tensor:
     return torch.randint(0, 61, (LENGTH,), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def families_with(*slow: str) -> list[Any]:
+    """All families; those whose keys other families have too are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in FAMILIES]
+
+
+IN_OTHERS = ("mistral", "qwen3", "qwen3_5_text", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", families_with(*IN_OTHERS))
 def test_config_json_is_read_or_refused_in_one_line_that_names_the_key(export, family):
     directory = export(family, None)
     sound = read_config(directory)
@@ -132,7 +140,7 @@ def test_config_json_is_read_or_refused_in_one_line_that_names_the_key(export, f
     assert ("rms_norm_eps", None) not in accepted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families_with(*IN_OTHERS, "smollm3"))
 def test_transformers_computes_the_same_of_a_config_that_is_accepted(export, ids, family):
     """Logits are those of transformers for each key that a model is computed from."""
     import transformers

@@ -133,10 +133,10 @@ CHUNKS_PASS, ONE_PASS = "chunk after chunk", "one pass"
         ("llama", "auto", "dms", CHUNKS_PASS),
         pytest.param("llama", "auto", "dms", ONE_PASS, marks=pytest.mark.slow),
         ("llama", "auto", "dms_fastdms", ONE_PASS),
-        ("llama", "window", "dms_nvidia", CHUNKS_PASS),
+        pytest.param("llama", "window", "dms_nvidia", CHUNKS_PASS, marks=pytest.mark.slow),
         ("qwen3", "auto", "dms_nvidia", ONE_PASS),
         pytest.param("qwen2", "keep_all", "dms", CHUNKS_PASS, marks=pytest.mark.slow),
-        ("llama", "auto", None, ONE_PASS),
+        pytest.param("llama", "auto", None, ONE_PASS, marks=pytest.mark.slow),
         ("smollm3", "auto", "dms", CHUNKS_PASS),
         ("gemma3_text", "auto", "dms", CHUNKS_PASS),
         pytest.param("gemma3_text", "auto", "dms", ONE_PASS, marks=pytest.mark.slow),
@@ -163,7 +163,7 @@ def test_the_engine_continues_with_the_same_tokens(folder, family, policy, prese
 @pytest.mark.parametrize(
     ("policy", "options", "stored", "most"),
     [
-        ("auto", {}, "auto", 24),
+        pytest.param("auto", {}, "auto", 24, marks=pytest.mark.slow),
         pytest.param("auto", {}, "auto", 0, marks=pytest.mark.slow),
         pytest.param("auto", {}, "fp8", 24, marks=pytest.mark.slow),
         ("auto", {}, "fp8", 0),

@@ -124,7 +124,7 @@ def test_runs_are_varied(folder):
     """Continuations that repeat one token would hide errors."""
     for family in FAMILIES:
         llm = LLM(folder(family, small_spec("dms")))
-        for output in llm.generate([random_ids(n, seed=n) for n in LENGTHS], greedy(60)):
+        for output in llm.generate([random_ids(n, seed=n) for n in LENGTHS[::2]], greedy(30)):
             assert len(set(output.outputs[0].token_ids)) >= 5
 
 

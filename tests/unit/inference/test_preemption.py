@@ -55,10 +55,14 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "count", "longest"),
-    [("reference", 20, 40), pytest.param("triton", 9, 16, marks=NEEDS_TRITON)],
+    ("policy", "kernels", "count", "longest"),
+    [
+        ("dms", "reference", 20, 40),
+        ("keep_all", "reference", 20, 40),
+        pytest.param("dms", "triton", 9, 16, marks=NEEDS_TRITON),
+        pytest.param("keep_all", "triton", 9, 16, marks=[NEEDS_TRITON, pytest.mark.slow]),
+    ],
 )
-@pytest.mark.parametrize("policy", ["dms", "keep_all"])
 def test_a_pool_for_a_third_of_the_requests_changes_no_token(
     folder, policy, kernels, count, longest
 ):
@@ -90,7 +94,7 @@ def test_a_pool_for_a_third_of_the_requests_changes_no_token(
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("triton", marks=NEEDS_TRITON)])
 def test_continuations_that_do_not_fit_together_generate_the_same_tokens(folder, kernels):
     directory, prompt = folder("llama", small_spec("dms")), random_ids(20)
-    params = SamplingParams(n=3, seed=7, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(n=3, seed=7, max_tokens=24, ignore_eos=True)
     (alone,) = LLM(directory, kernels="reference", **SIZES).generate([prompt], params)
     one = max(output.kv.peak_allocated_bytes for output in alone.outputs)
     options = {"max_num_seqs": 3, "cache_bytes": one * 3 // 2, **SIZES, "slab_pages": 1}

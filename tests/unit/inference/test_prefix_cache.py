@@ -98,7 +98,7 @@ def test_continuations_compute_their_prompt_once(folder, policy, how, length):
     engine = InferenceEngine(folder("llama", small_spec("dms")), options)
     if "kernels" in how and length < 45:
         pytest.skip("the interpreter is slow")
-    chains, most = (3, 9) if "kernels" in how else (5, 30)
+    chains, most = (3, 4) if "kernels" in how else (5, 30)
     prompt, several = (
         random_ids(length),
         SamplingParams(n=chains, seed=3, max_tokens=most, ignore_eos=True),
@@ -122,7 +122,7 @@ def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
     """Four chains hold one prompt plus the pages that their own tokens changed."""
     options = EngineOptions(policy=policy, **how, **SIZES)
     engine = InferenceEngine(folder("llama", small_spec("dms")), options)
-    length = 60 if "kernels" in how else 400
+    length = 40 if "kernels" in how else 400
     engine.add_request(random_ids(length), SamplingParams(n=4, max_tokens=9, ignore_eos=True))
     one = 0
     while True:
@@ -193,7 +193,10 @@ def test_prompts_that_begin_alike_share_their_beginning(folder):
         assert output.kv.cached_tokens == (60 if number >= 2 else 0)
 
 
-@pytest.mark.parametrize(("policy", "how"), [("dms", COMPACT), ("keep_all", COMPACT), PAGED])
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [("dms", COMPACT), pytest.param("keep_all", COMPACT, marks=pytest.mark.slow), PAGED],
+)
 def test_a_small_pool_releases_snapshots_and_changes_no_token(folder, policy, how):
     directory, draw = folder("llama", small_spec("dms")), random.Random(2)
     count, system, longest = (4, 16, 8) if "kernels" in how else (16, 40, 25)

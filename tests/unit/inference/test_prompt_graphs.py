@@ -34,7 +34,9 @@ def test_every_long_chunk_has_a_size_that_is_at_most_half_as_large_again(chunk: 
 
 
 @needs_kernels
-@pytest.mark.parametrize("preset", ["dms", "dms_nvidia", None])
+@pytest.mark.parametrize(
+    "preset", ["dms", pytest.param("dms_nvidia", marks=pytest.mark.slow), None]
+)
 def test_logits_of_texts_of_every_kind(folder, oracle, preset: str | None) -> None:
     """Whole and padded chunks, first and later ones, each three times in one engine."""
     directory = folder("llama", small_spec(preset) if preset else None)

@@ -67,7 +67,7 @@ def step(engine: InferenceEngine) -> dict[str, list[list[int]]]:
         ("auto", {}, 0),
         ("snapkv", {"budget": 16}, 24),
         ("h2o", {"budget": 16}, 24),
-        ("tova", {"budget": 16}, 24),
+        pytest.param("tova", {"budget": 16}, 24, marks=pytest.mark.slow),
     ],
 )
 def test_a_pass_of_prompts_and_single_tokens(folder, planned, monkeypatch, policy, options, most):
@@ -92,6 +92,11 @@ def test_a_pass_of_prompts_and_single_tokens(folder, planned, monkeypatch, polic
     assert sum(reserved for _, reserved in planned) > 0
 
 
+@pytest.mark.parametrize(
+    "prompts_pass",
+    ["chunk after chunk", pytest.param("one pass", marks=pytest.mark.slow)],
+    indirect=True,
+)
 @pytest.mark.usefixtures("prompts_pass")
 def test_shared_prompts_in_a_cache_that_is_nearly_full(folder, planned):
     draw = random.Random(1)

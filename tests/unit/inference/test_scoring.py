@@ -138,7 +138,7 @@ def test_prompt_logprobs_change_no_generated_token(folder):
     assert_entries(output.prompt_logprobs[1:], prompt, 1)
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_small_pool_changes_no_score(folder, shared):
     sizes = {**SIZES, "prefill_chunk": 4, "cache_bytes": 60_000, "max_num_seqs": 12}
     options = EngineOptions(enable_prefix_caching=shared, **sizes)

@@ -67,8 +67,14 @@ def outcome(
         ),
         ("qwen3", "dms", None, {"eviction": "none", "channel_scale": 0.3, "packed": True}),
         ("qwen2", "dms_nvidia", "selective", {"eviction": "soft", "channel_scale": 0.0}),
-        ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "channel_scale": 0.0}),
-        ("qwen3", "dms_nvidia", None, {"eviction": "none", "channel_scale": 0.3}),
+        pytest.param(
+            *("qwen3", "dms_fastdms", "full", {"eviction": "soft", "channel_scale": 0.0}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("qwen3", "dms_nvidia", None, {"eviction": "none", "channel_scale": 0.3}),
+            marks=pytest.mark.slow,
+        ),
         ("llama", "dms", "full", {"eviction": "hard", "channel_scale": 0.0}),
         ("gpt_oss", "dms", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
         ("olmo3", "dms", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),

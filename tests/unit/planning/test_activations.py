@@ -14,6 +14,7 @@ from dms_train.method.spec import PRESETS
 from dms_train.planning.activations import Microbatch, layer, linear_layer
 from dms_train.planning.memory import MemoryEstimate, PipelineStage, of_stage
 from tests.support import configs, launch
+from tests.support.matrix import FULL_MATRIX
 from tests.support.plan_worker import SIZES
 
 pytestmark = pytest.mark.timeout(360)
@@ -55,6 +56,8 @@ def case(
         "family": family,
         "tie_word_embeddings": family == "llama",
         "vocab_size": 256,
+        # what a step holds for a moment is more of a few linear layers
+        "num_layers": 8 if pipeline or family in ("qwen3_5_text", "qwen3_next") else 4,
     }
     return {
         **values,
@@ -125,6 +128,15 @@ CASES = {
     "dmc_selective": case({"recompute_granularity": "selective"}, method="dmc"),
     "dmc_pp2_tp2_sp_full": case({PP: 2}, SP, FULL, method="dmc", stage=1),
 }
+# By default not those whose parts other cases have too, in other combinations.
+COMBINATIONS = (
+    *("qwen3_moe_full", "gpt_oss_attention_tp2_sp", "qwen3_5_full_first", "qwen3_5_attention"),
+    *("qwen3_5_full_recompute", "qwen3_next", "qwen3_next_fp32", "lm", "mlp", "tp2_sp_full"),
+    *("cp2_full", "pp2_last", "pp2_vp2_last", "attention_tp2_sp", "lora_tp2_sp", "lora_mlp"),
+    *("lora_qwen3_moe", "dmc_llama", "dmc_selective"),
+)
+if not FULL_MATRIX:
+    CASES = {name: given for name, given in CASES.items() if name not in COMBINATIONS}
 
 
 @pytest.fixture(scope="module")

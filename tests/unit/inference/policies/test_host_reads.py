@@ -15,6 +15,7 @@ from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
 from tests.support.host_reads import HostReads
+from tests.support.matrix import FULL_MATRIX
 from tests.unit.inference import test_paged_dmc as merging
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,6 +26,8 @@ INFERENCE = str(Path(dms_train.inference.__file__).parent)
 LAYERS = 2
 # PyramidKV keeps another number of tokens in every layer
 POLICIES = [*cases.POLICIES, ("pyramidkv", {"cr": 2.0, "window": 3, "kernel": 3}), *cases.SELECTING]
+if not FULL_MATRIX:
+    POLICIES = list(dict(POLICIES).items())  # each policy once
 
 
 class Counted:

@@ -51,7 +51,17 @@ OWN = {
     "quest": {"budget": 4, "page": 4},
 }
 # `test_paged_policies.py` and `test_paged.py` compare these rules by default.
-ELSEWHERE = ("keep_all", "tova", "streaming_llm", "snapkv", "knorm", "keydiff", "r_kv")
+ELSEWHERE = {
+    "dms",
+    "keep_all",
+    "h2o",
+    "tova",
+    "streaming_llm",
+    "snapkv",
+    "knorm",
+    "keydiff",
+    "r_kv",
+}
 WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco", "trim_kv"}
 
 

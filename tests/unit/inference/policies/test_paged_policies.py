@@ -47,7 +47,7 @@ def options(policy, own, **how) -> EngineOptions:
         ("snapkv", {"cr": 2.0, "window": 2, "kernel": 3}),
         ("h2o", {"cr": 1.5}),
         ("tova", {"budget": 5}),
-        ("quest", {"budget": 4, "page": 4, "dense_layers": 1}),
+        pytest.param("quest", {"budget": 4, "page": 4, "dense_layers": 1}, marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -115,7 +115,7 @@ def test_every_registered_policy_is_tested():
     assert {name for name, _ in POLICIES} == set(policy_names()) - {"auto"}
 
 
-@EVERY
+@ONCE
 def test_batches_chunks_and_caches_give_the_results_of_runs_alone(model, policy, own):
     prompts = [random_ids(n, seed=n) for n in LENGTHS]
     alone = [
@@ -236,7 +236,7 @@ def drained(engine):
     return outputs
 
 
-@EVERY
+@ONCE
 def test_prefixes_are_shared_where_the_request_does_not_matter(model, policy, own):
     """A prompt that continues an earlier request; budgets of other requests would be others."""
     engine = LLM(model, options(policy, own, enable_prefix_caching=True))
