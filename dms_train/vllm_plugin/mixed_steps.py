@@ -162,12 +162,13 @@ class MixedSteps:
             batch: The batch.
             tokens: Tokens of the batch, with the padding of vLLM.
         """
-        captured = self._graphs or self._cache.device.type != "cuda"
-        if not captured or len(batch.parts) not in _PARTS or tokens > self._tokens[-1]:
+        if len(batch.parts) not in _PARTS or tokens > self._tokens[-1]:
             return None
         size = next(size for size in self._tokens if size >= tokens)
         singles = next(size for size in self._singles if size >= batch.singles)
-        return Kind(size, min(size, singles), len(batch.parts))
+        kind = Kind(size, min(size, singles), len(batch.parts))
+        can_run = kind in self._graphs or self._cache.device.type != "cuda"
+        return kind if can_run else None
 
     def run(self, kind: Kind, batch: BatchAttention, ids: Tensor, position: Tensor) -> Tensor:
         """Compute a batch.
