@@ -92,6 +92,8 @@ REQUIRED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "vllm.forward_context:ForwardContext": ((), ("attn_metadata",)),
+    "vllm.forward_context:get_forward_context": ((), ()),
+    "vllm.model_executor.offloader.base:get_offloader": ((), ()),
     "vllm.v1.outputs:ModelRunnerOutput": ((), ("num_nans_in_logits",)),
     "vllm.model_executor.layers.attention.attention:Attention.__init__": (
         ("self", "num_heads", "head_size", "scale"),

@@ -118,9 +118,9 @@ class DMSModelState(DefaultModelState):
         """Set the inputs of a step and describe its batch for all layers.
 
         A replay of a captured step reads the inputs only. Dummy batches carry the rows of live
-        requests; their rows are set to -1, so that they store nothing. The first step that vLLM
-        captures captures the steps with parts of prompts too: vLLM then registers the buffers of
-        reductions over ranks.
+        requests; their rows are set to -1, so that they store nothing. With the first decode
+        step that vLLM captures, the steps with parts of prompts are captured too, because vLLM
+        then registers the buffers of reductions over ranks.
 
         Args:
             input_batch: The batch.

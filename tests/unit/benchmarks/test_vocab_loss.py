@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks import vocab_loss
 from benchmarks.__main__ import main
 
 
-@pytest.mark.slow
 def test_every_way_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
     assert main(["vocab_loss", "--device", "cpu", "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/vocab_loss.json")
