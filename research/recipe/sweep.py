@@ -57,6 +57,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "lr-5e-5": ("optim.lr=5e-5",),
     "lr-1e-5": ("optim.lr=1e-5",),
     "lr-5e-4": ("optim.lr=5e-4",),
+    "window-16": ("method.window=16",),
     "window-64": ("method.window=64",),
     "window-256": ("method.window=256",),
     "train-attention": ("method.train=attention",),
