@@ -118,6 +118,7 @@ RECIPES = {
         new_tokens=120,
         tasks=(),
         train=(
+            "method.window=16",
             "data.seq_length=32",
             "data.global_batch_size=2",
             "data.micro_batch_size=2",
