@@ -113,10 +113,11 @@ def _rank(case: Case, folder: Path, repeats: int) -> None:
     """Measure in this rank; rank 0 writes the largest value of all ranks for each save."""
     view = groups.start(parallel_options(case, _device()), seed=1)
     engine, path, rows = _engine(case, view), folder / "step_00000001", []
-    for _ in range(1 + repeats):
+    for number in range(1 + repeats):
         each = groups.values(_save(engine, path, view))
         rows.append({name: max(rank[name] for rank in each) for name in each[0]})
         if view.rank == 0:
+            print(f"save {number} of {repeats}: {json.dumps(rows[-1])}", flush=True)
             shutil.rmtree(path)
     if view.rank == 0:
         (folder / "result.json").write_text(json.dumps(rows[1:]))

@@ -152,6 +152,13 @@ def figures(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_MEASURED = (
+    "dms_train/mcore",
+    "dms_train/method",
+    "dms_train/kernels/layers",
+    "dms_train/kernels/losses",
+    "dms_train/kernels/train_attention",
+)
 BENCHMARK = Benchmark(
     record="train_step",
     options=options,
@@ -167,14 +174,9 @@ BENCHMARK = Benchmark(
         Table(
             "*/train_step.json",
             "docs/performance/training_step.md",
-            (
-                "dms_train/mcore",
-                "dms_train/method",
-                "dms_train/kernels/layers",
-                "dms_train/kernels/losses",
-                "dms_train/kernels/train_attention",
-            ),
+            _MEASURED,
         ),
+        Table("*/train_step_megatron_*.json", "docs/reference/versions.md", _MEASURED),
     ),
     page=Page(page.PAGE, page.write),
 )

@@ -59,6 +59,12 @@ GATES = {
     "KVzap, threshold exp(-5)": "kvzap",
     **{f"KVzap, threshold exp(-{offset})": f"kvzap-offset-{offset}" for offset in (4.5, 4, 3.5)},
 }
+WINDOW_64 = {
+    "window 64, learning rate 2e-4": "base",
+    "25 steps for each unit of the ratio, not 50": "25-steps-per-unit",
+    "learning rate 1e-4": "lr-1e-4",
+    "learning rate 5e-4": "lr-5e-4",
+}
 
 
 def record(name: str, device: str = H200) -> dict[str, Any]:
@@ -222,6 +228,20 @@ def test_gates_and_windows_are_those_of_the_record() -> None:
             assert cell == (f"{row[part][key]:.2f}" if part in row else "")
         for cell, key in zip(cells[3:], ("needles_2048", "needles_4096"), strict=True):
             assert cell == ("{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "")
+
+
+def test_short_runs_with_window_64_are_those_of_the_record() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_window_64.json")["rows"]}
+    rows = page_rows("docs/models.md")
+    assert set(found) == set(WINDOW_64.values())
+    for title, name in WINDOW_64.items():
+        row = found[name]
+        cells = [f"{row['tokens'] / 1e6:.1f}", f"{row['kl']:.4f}"]
+        cells.append(f"{row['continuation']['cr_factor']:.2f}")
+        cells += [f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")]
+        for key in ("needles_2048", "needles_4096"):
+            cells.append("{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "")
+        assert rows[title] == cells
 
 
 def test_the_records_print() -> None:
