@@ -2,7 +2,8 @@
 
 The full matrix (family x preset x layout x variant) runs with DMS_FULL_MATRIX=1. By default each
 family has one preset and one variant. Every family runs in one layout that shards everything, and
-every other layout runs one family or a few.
+every other layout runs one family or a few. A step of LLaMA has four microbatches, which keep a
+pipeline busy; that of another family has two by default.
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ def _describe(family: str, preset: str, layout: str, variant: str) -> dict[str, 
         "family": family,
         "preset": preset,
         "layout": options,
+        "microbatches": 4 if FULL_MATRIX or family == "llama" else 2,
         **(EIGHT_HEADS if variant == "eight_heads" else VARIANTS[variant]),
     }
 

@@ -70,7 +70,8 @@ def one_step(
     engine.attach_teacher(RandomWeights(architecture, 2, std))
     plan = StepPlan(**{"step": 3, "eviction": "soft", "channel_scale": 0.0, **case["plan"]})
     length = case.get("length", tiny.LENGTH)
-    batches = tiny.microbatches(view.dp_rank, view.dp_size, length=length)
+    groups = case.get("microbatches", 4)
+    batches = tiny.microbatches(view.dp_rank, view.dp_size, groups, length=length)
     if case.get("packed"):
         batches = [tiny.packed(batch, _lengths(batch)) for batch in batches]
     if one_by_one:  # a replay runs no hook that starts a reduction
