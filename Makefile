@@ -33,13 +33,25 @@ VLLM_VENV := .venv-vllm-$(VLLM)
 .PHONY: setup check fmt fmt-check lint types imports test test-research test-megatron test-gpu test-slurm test-vllm test-faults test-mutations test-full docs demo
 
 # All cores compile what pip has installed, which pip would do on one, except tests and the models of
-# transformers, of which few are imported. Templates do not compile.
+# transformers, of which few are imported. Templates do not compile. `make -j 2 setup` installs the
+# other versions beside the packages.
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(STAMP): $(VENV)/.packages $(VENV)/.other_versions
+	$(BIN)/python -W ignore -m compileall -qq -j 0 -x $(UNUSED) $(VENV)/lib $(VENV)/transformers4 || true
+	touch $(STAMP)
+
+# The pip that comes with Python 3.11 takes twice the time to choose versions.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+
+$(VENV)/.packages: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --no-compile $(TORCH)
 	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[all,dev,docs]'
+	touch $@
+
+$(VENV)/.other_versions: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --no-compile --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
 	rm -rf $(MEGATRON_NEWEST)
 	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
@@ -47,8 +59,7 @@ $(STAMP): pyproject.toml constraints.txt
 		&& $(BIN)/python -m zipfile -e $(MEGATRON_NEWEST)/wheel/*.whl $(MEGATRON_NEWEST) \
 		&& $(BIN)/python -W ignore -m compileall -q $(MEGATRON_NEWEST) \
 		|| { rm -rf $(MEGATRON_NEWEST); echo "no megatron-core $(MEGATRON): its tests are skipped"; }
-	$(BIN)/python -W ignore -m compileall -qq -j 0 -x $(UNUSED) $(VENV)/lib $(VENV)/transformers4 || true
-	touch $(STAMP)
+	touch $@
 
 check: fmt-check lint types imports
 
