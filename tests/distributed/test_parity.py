@@ -2,8 +2,8 @@
 
 The full matrix (family x preset x layout x variant) runs with DMS_FULL_MATRIX=1. By default each
 family has one preset and one variant. Every family runs in one layout that shards everything, and
-every other layout runs one family or a few. A step of LLaMA has four microbatches, which keep a
-pipeline busy; that of another family has two by default.
+every other layout runs one family or a few. A step has two microbatches by default, and four in
+`LONGER` variants, which keep a pipeline busy and are two in each data parallel copy.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "packed": True,
     },
 }
+LONGER = ("zeroing", "one_by_one", "layer_targets")
 EIGHT_HEADS = {
     "plan": {"target_cr": 8.0},
     "packed": True,
@@ -216,7 +217,7 @@ def _describe(family: str, preset: str, layout: str, variant: str) -> dict[str, 
         "family": family,
         "preset": preset,
         "layout": options,
-        "microbatches": 4 if FULL_MATRIX or family == "llama" else 2,
+        "microbatches": 4 if FULL_MATRIX or variant in LONGER else 2,
         **(EIGHT_HEADS if variant == "eight_heads" else VARIANTS[variant]),
     }
 
