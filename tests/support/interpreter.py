@@ -71,6 +71,7 @@ def leave_out_idle_work() -> None:
     _find_functions_once()
     _replace_functions_once()
     _read_signatures_once()
+    _leave_arguments_in_place()
     _call_functions_directly()
     _keep_types()
     _trust_sizes()
@@ -174,6 +175,19 @@ def _read_signatures_once() -> None:
         interpreter.inspect = Inspect("inspect")
 
 
+def _leave_arguments_in_place() -> None:
+    """A launch copies arguments to the CPU and back, where they are; their types have few names."""
+    executor = interpreter.GridExecutor
+    to_cpu, back = executor._init_args_hst, executor._restore_args_dev
+    if _has_parameters(to_cpu, "self", "args_dev", "kwargs") and _has_parameters(
+        back, "self", "args_dev", "args_hst", "kwargs", "kwargs_hst"
+    ):
+        executor._init_args_hst = lambda self, args_dev, kwargs: (args_dev, kwargs)
+        executor._restore_args_dev = lambda self, *_: None
+    if _has_parameters(getattr(tl, "str_to_ty", None), "name", "c"):
+        tl.str_to_ty = functools.cache(tl.str_to_ty)
+
+
 def _call_functions_directly() -> None:
     """Without a wrapper of its own, which checks that the argument is there that is passed here."""
     if not _has_parameters(interpreter._patch_attr, "obj", "name", "member", "builder", "scope"):
@@ -222,27 +236,30 @@ class _Operation(NamedTuple):
     result: np.dtype[Any]
     values: dict[str, Any]
 
-    def of(self, left: Any, right: Any) -> Any:
-        """The result, or None if NumPy's type of it is another."""
-        handle = left.handle
-        data, dtype = handle.data, handle.dtype
-        if self.left is not None:
-            data, dtype = data.astype(self.left), self.dtype
-        other = self.number
-        if other is None:
-            other = right.handle.data
-            if self.right is not None:
-                other = other.astype(self.right)
-        data = self.function(data, other)
-        if data.dtype is not self.result:
-            return None
-        return _tensor(data, dtype, self.values)
+
+def _compute(operation: _Operation, left: Any, right: Any) -> Any:
+    """The result, or None if NumPy's type of it is another."""
+    function, left_type, right_type, dtype, other, expected, values = operation
+    handle = left.handle
+    data = handle.data
+    if left_type is None:
+        dtype = handle.dtype
+    else:
+        data = data.astype(left_type)
+    if other is None:
+        other = right.handle.data
+        if right_type is not None:
+            other = other.astype(right_type)
+    data = function(data, other)
+    return _tensor(data, dtype, values) if data.dtype is expected else None
 
 
 def _tensor(data: Any, dtype: Any, values: dict[str, Any]) -> Any:
+    handle = object.__new__(interpreter.TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
     made = object.__new__(tl.tensor)
     made.__dict__.update(values)
-    made.handle = interpreter.TensorHandle(data, dtype)
+    made.handle = handle
     return made
 
 
@@ -272,7 +289,7 @@ def _computed_directly(function: Any, call: Any) -> Any:
             return call(left, right)
         operation = known.get(key)
         if operation is not None:
-            computed = operation.of(left, right)
+            computed = _compute(operation, left, right)
             return call(left, right) if computed is None else computed
         result = call(left, right)
         if key not in known:
