@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 from dms_train.config.schema import RunConfig
@@ -84,7 +85,7 @@ class _Moment(NamedTuple):
     workspace: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, in which nothing can be cached
 class PipelineStage:
     """One pipeline stage of a layout.
 
@@ -113,7 +114,7 @@ class PipelineStage:
         """Model chunks of a stage."""
         return self.microbatch.parallel.virtual_pipeline_model_parallel_size or 1
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """Layers of one model chunk."""
         m = self.microbatch
@@ -125,13 +126,13 @@ class PipelineStage:
         method_layers = set(self.microbatch.architecture.method_layers)
         return sum(len(method_layers & set(own)) for own in self.chunks)
 
-    @property
+    @cached_property
     def chunks(self) -> list[range]:
         """Numbers of the layers of each model chunk."""
         m = self.microbatch
         return m.parallel.stage_chunks(m.architecture.num_layers)[self.rank]
 
-    @property
+    @cached_property
     def linear_layers(self) -> list[int]:
         """Number of layers with linear attention in each model chunk."""
         layers = self.microbatch.architecture.attention_layers
@@ -157,7 +158,7 @@ class PipelineStage:
         final_norm = a.hidden_size if self.is_last else 0
         return self.layer_parameters + tables * self._table + final_norm
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Weights of layers on each of the stage's processes."""
         a, tp = self.microbatch.architecture, self.microbatch.tp
@@ -359,14 +360,13 @@ def _moments(stage: PipelineStage) -> list[_Moment]:
         for chunk in range(stage.vp)
     ]
     rounds = min(stage.microbatches, _ROUNDS * stage.pp)
-    live: Counter[int] = Counter()
+    held = 0
     fullest: Counter[tuple[bool, bool]] = Counter()
     for forward, chunk in passes(stage.rank, stage.pp, stage.vp, rounds):
         has_head = stage.is_last and chunk == last_chunk
-        live[chunk] += forward
-        held = sum(kept[index] * count for index, count in live.items())
+        held += kept[chunk] * forward
         fullest[forward, has_head] = max(fullest[forward, has_head], held)
-        live[chunk] -= not forward
+        held -= kept[chunk] * (not forward)
     return [
         moment
         for (forward, has_head), held in fullest.items()
