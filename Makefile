@@ -87,11 +87,12 @@ test: $(STAMP)
 test-research: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/research
 
-# The newest megatron-core in place of the installed one.
+# The newest megatron-core in place of the installed one. Tests of test cases run with that one only.
 test-megatron: $(STAMP)
 	test -d $(MEGATRON_NEWEST) || { echo "skipped: $(MEGATRON_NEWEST) is absent"; exit 0; }; \
 	PYTHONPATH=$(MEGATRON_NEWEST) $(BIN)/pytest -n $(WORKERS) --dist loadfile $(MEGATRON_TESTS) \
-		--ignore tests/unit/mcore/test_megatron_versions.py -m "not slow"
+		--ignore tests/unit/mcore/test_megatron_versions.py -m "not slow" \
+		-k "not cases_distinguish"
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)

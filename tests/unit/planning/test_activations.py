@@ -133,7 +133,8 @@ COMBINATIONS = (
     *("qwen3_moe_full", "gpt_oss_attention_tp2_sp", "qwen3_5_full_first", "qwen3_5_attention"),
     *("qwen3_5_full_recompute", "qwen3_next", "qwen3_next_fp32", "lm", "mlp", "tp2_sp_full"),
     *("cp2_full", "pp2_last", "pp2_vp2_last", "attention_tp2_sp", "lora_tp2_sp", "lora_mlp"),
-    *("lora_qwen3_moe", "dmc_llama", "dmc_selective"),
+    *("lora_qwen3_moe", "dmc_llama", "dmc_selective", "tp2_sp_mlp", "cp2_selective_qwen3"),
+    *("dmc_qwen3", "lora_pp2_llama"),
 )
 if not FULL_MATRIX:
     CASES = {name: given for name, given in CASES.items() if name not in COMBINATIONS}
