@@ -54,7 +54,7 @@ _OPERATIONS = {
     "__floordiv__": _divide,
     "__mod__": np.fmod,
 }
-# Types that these operations compute without converting them; others have three.
+# Types that these operations take; all others take int32, int64 and float32.
 _TYPES = {
     np.bitwise_and: {tl.int1},
     np.bitwise_or: {tl.int1},
@@ -176,7 +176,7 @@ def _read_signatures_once() -> None:
 
 
 def _leave_arguments_in_place() -> None:
-    """A launch copies arguments to the CPU and back, where they are; their types have few names."""
+    """Skip the copies of arguments to the CPU, where they already are; describe each type once."""
     executor = interpreter.GridExecutor
     to_cpu, back = executor._init_args_hst, executor._restore_args_dev
     if _has_parameters(to_cpu, "self", "args_dev", "kwargs") and _has_parameters(
@@ -216,16 +216,16 @@ def _call_functions_directly() -> None:
 
 
 class _Operation(NamedTuple):
-    """How NumPy computes an operation of two types as the interpreter does.
+    """NumPy's form of an operation of two types.
 
     Attributes:
-        function: Of the two arrays.
-        left: NumPy's type that the left operand is converted to, or None.
-        right: The same for the right one.
+        function: Computes the result from the two arrays.
+        left: NumPy's type to which the left operand is converted, or None.
+        right: NumPy's type to which the right operand is converted, or None.
         dtype: Triton's type of the converted left operand.
         number: The right operand, if it is a number.
         result: NumPy's type of the result.
-        values: What a tensor says of the type of the result.
+        values: Attributes of a tensor that follow from the type of the result.
     """
 
     function: Any
@@ -238,7 +238,7 @@ class _Operation(NamedTuple):
 
 
 def _compute(operation: _Operation, left: Any, right: Any) -> Any:
-    """The result, or None if NumPy's type of it is another."""
+    """Return the result, or None if NumPy gives it another type than before."""
     function, left_type, right_type, dtype, other, expected, values = operation
     handle = left.handle
     data = handle.data
@@ -264,15 +264,15 @@ def _tensor(data: Any, dtype: Any, values: dict[str, Any]) -> Any:
 
 
 def _values(tensor: Any) -> dict[str, Any]:
-    """What a tensor says of its type."""
+    """Return what a tensor stores about its type."""
     return {k: v for k, v in tensor.__dict__.items() if k != "handle"}
 
 
 def _computed_directly(function: Any, call: Any) -> Any:
-    """An operation whose types were operands before is one call of NumPy.
+    """Return the operation as one call of NumPy, which broadcasts as Triton does.
 
-    NumPy shares shapes as Triton does. The interpreter computes the first result of two types, and
-    all results of types that NumPy does not have, and of NaN as a number.
+    The interpreter computes the first result of two types. It computes every result of types that
+    NumPy does not have, and of NaN as a number.
     """
     known: dict[tuple[Any, ...], _Operation | None] = {}
 
@@ -300,7 +300,7 @@ def _computed_directly(function: Any, call: Any) -> Any:
 
 
 def _operation(function: Any, left: Any, right: Any, result: Any) -> _Operation | None:
-    """How a result was computed, or None if the interpreter is to compute the next one too."""
+    """Describe how a result was computed; None if the interpreter must compute the next one too."""
     values, found = _values(result), result.handle.data.dtype
     if left.dtype.is_ptr():
         if function is not np.add or getattr(right, "dtype", None) not in (tl.int32, tl.int64):
@@ -325,7 +325,7 @@ def _operation(function: Any, left: Any, right: Any, result: Any) -> _Operation 
 
 
 def _indexed_directly(call: Any) -> Any:
-    """New axes of a block."""
+    """Return the indexing of a block that only adds axes, as one call of NumPy."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
     whole = slice(None)
 
@@ -344,7 +344,7 @@ def _indexed_directly(call: Any) -> Any:
 
 
 def _converted_directly(call: Any) -> Any:
-    """A block of integers or float32 in the other type; itself in its own."""
+    """Return the conversion between integers and float32 as one call of NumPy."""
     known: dict[tuple[Any, ...], tuple[Any, Any, dict[str, Any]]] = {}
     types = {tl.int1, tl.int32, tl.int64, tl.float32}
 
@@ -367,7 +367,7 @@ def _converted_directly(call: Any) -> Any:
 
 
 def _loaded_directly(call: Any) -> Any:
-    """A block of pointers with a mask of its shape, and a number where the mask is false."""
+    """Return the load of a block with a mask of its shape without new masks and defaults."""
     known: dict[tuple[Any, ...], tuple[Any, Any, dict[str, Any]]] = {}
     read = interpreter._interpreter.load
     hints = {"cache_modifier", "eviction_policy"}
@@ -530,7 +530,7 @@ def _compare_types_by_identity_first() -> None:
 
 
 def _unwrap_plain_values_first() -> None:
-    """Most of what is unwrapped is a tensor or a number of Python."""
+    """Return tensors and numbers of Python, which are most values, without further checks."""
     unwrap = tl.core._unwrap_if_constexpr
     plain = {tl.tensor, tl.dtype, int, float, bool, str, slice, type(None)}
 
