@@ -17,7 +17,7 @@ import triton.language as tl
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles kernels")
 SIZE, TIMES = 8, 3
 LEFT = [-7, -3, -1, 0, 1, 2, 5, 2**30 + 1]
-RIGHT = [3, -2, 1, 5, -7, 2, 4, 9]
+RIGHT = [3, -2, 1, 5, -7, 2, 4, 2**30]  # equal to the last of LEFT after rounding to float32
 
 
 @triton.jit
