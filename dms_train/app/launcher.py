@@ -49,3 +49,8 @@ def api_key() -> str | None:
 def hide_gpus() -> None:
     """Keep this process off the GPUs; without effect once it has asked CUDA for them."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def client_key() -> str | None:
+    """Return the key that requests to a server with OpenAI's API carry."""
+    return os.environ.get("OPENAI_API_KEY") or None

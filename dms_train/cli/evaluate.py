@@ -28,6 +28,11 @@ other words:
   dms-eval needles RUNS         draws accuracy of task.name=niah by context length and depth
   dms-eval report RUNS          writes tables and figures of runs of one original model
 
+servers:
+  model.server=http://HOST:PORT/v1 takes the chains from `vllm serve` or `dms-serve`, with the
+  documents, prompts and scores of this command. It sends the key of OPENAI_API_KEY, if there is
+  one. model.path names the served model, for its tokenizer. Costs are not known.
+
 budgets:
   sweep.lengths=[0.5,1,2]       most generated tokens of a chain, in units of 1,024 (L)
   sweep.widths=[1,4]            chains of a document (W)
@@ -168,7 +173,8 @@ def _evaluate(overrides: list[str]) -> None:
     from dms_train.observe import log
 
     log.configure(0)
-    result = evaluate(prepare(options), log.logger().info, launcher.job())
+    key = launcher.client_key()
+    result = evaluate(prepare(options), log.logger().info, launcher.job(), key)
     for point in result.points():
         print(point)
 

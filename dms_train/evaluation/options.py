@@ -142,9 +142,21 @@ class EvaluatedModelOptions(ModelRunOptions):
 
     Attributes:
         path: Directory or hub id (local cache only).
+        server: Address of OpenAI's API, such as `http://127.0.0.1:8000/v1`, of a server that
+            generates in place of the engine. It serves the model in `path`.
     """
 
     path: str
+    server: Annotated[str | None, Matches(r"https?://\S+", "http://HOST:PORT/v1")] = None
+
+    def check(self, path: str) -> Iterator[str]:
+        """Report settings of the engine where a server generates."""
+        if self.server is None:
+            return
+        for each in fields(ModelRunOptions):
+            ours = each.name in ("cr", "prompt_format", "max_num_seqs")
+            if not ours and getattr(self, each.name) != each.default:
+                yield f"{path}.{each.name}: the server decides it; leave it out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

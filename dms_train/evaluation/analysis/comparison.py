@@ -85,6 +85,7 @@ class Comparison:
 
     def __init__(self, results: Sequence[RunResult]) -> None:
         self.results = [result for result in results if result.documents]
+        _require_costs(self.results)
         _require_same_sampling(self.results)
         self.points: list[tuple[RunResult, Point]] = [
             (result, point) for result in self.results for point in result.points()
@@ -148,6 +149,16 @@ class Comparison:
                     pair = [samples.get((task, method), []) for method in (first, second)]
                     margins.append(Margin(task, first, second, *_margin(pair)))
         return margins
+
+
+def _require_costs(results: Sequence[RunResult]) -> None:
+    """Refuse runs whose costs are unknown, because accuracy is shown against them."""
+    for result in results:
+        if result.header["config"]["model"].get("served"):
+            raise EvaluationError(
+                f"{result.folders[0]}: a server generated its chains, whose costs are unknown; "
+                "leave it out. summary.json has its accuracy"
+            )
 
 
 def _require_same_sampling(results: Sequence[RunResult]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dms_train.evaluation.tasks.base import Document
-from dms_train.inference.accounting import KVTrace
+from dms_train.inference.accounting import RequestKV
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import SamplingParams
-from dms_train.inference.outputs import CompletionOutput, RequestOutput
+from dms_train.inference.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,20 @@ class GeneratedChain:
     """One continuation with its costs.
 
     Attributes:
-        output: Generated text, with total costs.
-        trace: Costs of the chain at each token.
+        text: Generated text.
+        tokens: Number of generated tokens, with the one that ends it.
+        token_ids: These tokens; None from a server, which reports their number only.
+        finish_reason: `stop`, or what cut the chain off.
+        seconds: Time from the arrival of the prompt to the last token.
+        kv: Costs, with a trace; None from a server, which does not report them.
     """
 
-    output: CompletionOutput
-    trace: KVTrace
+    text: str
+    tokens: int
+    token_ids: list[int] | None
+    finish_reason: str | None
+    seconds: float
+    kv: RequestKV | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +104,16 @@ def _finished(prompted: PromptedDocument, output: RequestOutput) -> GeneratedDoc
                 f"document {prompted.document.id}: the cache is too small for a chain of it; take "
                 "shorter sweep.lengths or a device with more memory"
             )
-        assert chain.kv.trace is not None
-        chains.append(GeneratedChain(output=chain, trace=chain.kv.trace))
+        chains.append(
+            GeneratedChain(
+                text=chain.text,
+                tokens=len(chain.token_ids),
+                token_ids=chain.token_ids,
+                finish_reason=chain.finish_reason,
+                seconds=chain.seconds,
+                kv=chain.kv,
+            )
+        )
     return GeneratedDocument(
         prompted=prompted, prompt_tokens=len(output.prompt_token_ids), chains=chains
     )

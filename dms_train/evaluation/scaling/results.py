@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ class Point:
         chain_accuracy: Mean score of a chain.
         pass_at_w: Estimated probability that at least one of W chains answers everything right,
             from all chains of the run.
-        kv_reads: KV reads of decoding, summed over the chains of a document.
+        kv_reads: KV reads of decoding, summed over the chains of a document. This and the next
+            three are NaN where a server generated the chains.
         peak_tokens: Largest number of tokens that the chains of a document hold together, each with
             its own prompt.
         peak_tokens_shared: The same number if the chains share the prompt.
@@ -51,9 +53,10 @@ class Point:
 
     def __str__(self) -> str:
         """Return one line for a terminal."""
+        costs = f"KV reads {self.kv_reads:,.0f}  peak tokens {self.peak_tokens:,.1f}  "
         return (
-            f"{self.budget!s:12} accuracy {self.accuracy}  KV reads {self.kv_reads:,.0f}  "
-            f"peak tokens {self.peak_tokens:,.1f}  cut off {self.truncated:.1%}"
+            f"{self.budget!s:12} accuracy {self.accuracy}  "
+            f"{'' if math.isnan(self.kv_reads) else costs}cut off {self.truncated:.1%}"
         )
 
 
@@ -144,7 +147,7 @@ class RunResult:
     def peak_allocated_bytes(self) -> int:
         """Most memory that the cache of a process took."""
         rows = (row for rows in self.documents.values() for row in rows)
-        return max((row["peak_allocated_bytes"] for row in rows), default=0)
+        return max((row["peak_allocated_bytes"] or 0 for row in rows), default=0)
 
     def measures(self, index: int, width: int) -> list[DocumentMeasure]:
         """Compute score and costs of every document within one budget, in the order of `documents`.
@@ -165,10 +168,10 @@ class RunResult:
                     score=score(scores[:width], how),
                     chain_score=score(scores[:width], Aggregate.MEAN),
                     pass_at_w=pass_at_k(len(scores), right, width),
-                    kv_reads=sum(row["kv_reads"][index] for row in taken),
-                    peak_tokens=rows[width - 1]["joint_peak"][index],
-                    peak_tokens_shared=rows[width - 1]["joint_peak_shared"][index],
-                    prefill_reads=rows[0]["prefill_reads"],
+                    kv_reads=sum(_known(row["kv_reads"][index]) for row in taken),
+                    peak_tokens=_known(rows[width - 1]["joint_peak"][index]),
+                    peak_tokens_shared=_known(rows[width - 1]["joint_peak_shared"][index]),
+                    prefill_reads=_known(rows[0]["prefill_reads"]),
                     tokens=sum(min(row["tokens"], limit) for row in taken) / width,
                     truncated=sum(_is_cut(row, limit) for row in taken) / width,
                 )
@@ -211,6 +214,10 @@ def _point(budget: Budget, measures: Sequence[DocumentMeasure]) -> Point:
         truncated=means["truncated"],
         documents=count,
     )
+
+
+def _known(cost: float | None) -> float:
+    return math.nan if cost is None else cost
 
 
 def _is_cut(row: Mapping[str, Any], limit: int) -> bool:
@@ -277,6 +284,11 @@ def summary(result: RunResult) -> dict[str, Any]:
     }
 
 
+def _or_null(number: float) -> float | None:
+    """Return None for NaN, which JSON does not have."""
+    return None if math.isnan(number) else number
+
+
 def _plain(point: Point) -> dict[str, Any]:
     names = [
         *("chain_accuracy", "pass_at_w", "kv_reads", "peak_tokens", "peak_tokens_shared"),
@@ -288,5 +300,5 @@ def _plain(point: Point) -> dict[str, Any]:
         "accuracy": accuracy.value,
         "accuracy.low": accuracy.low,
         "accuracy.high": accuracy.high,
-        **{name: getattr(point, name) for name in names},
+        **{name: _or_null(getattr(point, name)) for name in names},
     }

@@ -11,7 +11,7 @@ import hashlib
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +29,8 @@ from dms_train.evaluation.programs import sandbox
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
-from dms_train.evaluation.scaling.costs import Peak, joint_peaks, peak_within, reads_within
+from dms_train.evaluation.scaling.costs import joint_peaks, peak_within, reads_within
+from dms_train.evaluation.scaling.served import ChainServer
 from dms_train.evaluation.scorers.base import AnswerChecker, Score
 from dms_train.evaluation.scorers.registry import scorer as find_scorer
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
@@ -51,6 +52,7 @@ from dms_train.method.spec import OPTIONS as METHODS
 
 _MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
 _PACKAGES = ("dms-train", "torch", "math-verify")
+_PEAKS = ("peak", "joint_peak", "joint_peak_shared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,8 @@ def check(options: EvaluationOptions) -> CheckedRun:
     task, directory = find_task(options.task.name), resolve(options.model.path)
     if find_scorer(task.scorer).runs_code:
         _require_code(task.name, options.run.allow_code)
+    if options.model.server is not None and options.policy != CachePolicyOptions():
+        raise EvaluationError("policy: the server decides it; leave it out with model.server")
     options = _with_defaults(options, task)
     tokenizer, prompt_format = load_tokenizer(directory), options.model.prompt_format
     if prompt_format == "auto":
@@ -175,6 +179,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             "prompt_format": checked.prompt_format,
             "dtype": options.model.dtype,
             **_stored_as(options.model.cache_dtype),
+            **({"served": True} if options.model.server is not None else {}),
         },
         "cr": checked.cr,
         "policy": _given(options.policy) | {"name": options.policy.name, "window": checked.window},
@@ -360,7 +365,7 @@ def _prompted(
 
 
 def evaluate(
-    prepared: PreparedRun, note: Callable[[str], None], job: str = ""
+    prepared: PreparedRun, note: Callable[[str], None], job: str = "", key: str | None = None
 ) -> results.RunResult:
     """Generate and score the missing chains of a run, then write its summary.
 
@@ -368,9 +373,10 @@ def evaluate(
         prepared: From `prepare`.
         note: Called with a line after each document.
         job: SLURM job of this process (`locks.Holder.job`).
+        key: Key of the server of `model.server`, if there is one and it asks for a key.
 
     Raises:
-        EvaluationError: The folder holds another run.
+        EvaluationError: The folder holds another run, or the server does not answer.
         LockedError: Another process writes this shard.
     """
     options, folder = prepared.options.run, Path(prepared.options.run.dir)
@@ -384,7 +390,8 @@ def evaluate(
         missing = [each for each in mine if each.document.id not in finished]
         note(f"{len(missing)} of {len(mine)} documents to do")
         if missing:
-            for number, rows in enumerate(_chains(prepared, missing, checker), 1):
+            found = _generated(prepared, missing, key)
+            for number, rows in enumerate(_chains(prepared, found, checker), 1):
                 writer.add(rows)
                 note(f"{number}/{len(missing)}: {rows[0]['document']}: {_counts(rows)}")
     result = results.load([folder])
@@ -398,54 +405,82 @@ def _counts(rows: list[store.Row]) -> str:
 
 
 def _chains(
-    prepared: PreparedRun, missing: list[PromptedDocument], checker: AnswerChecker
+    prepared: PreparedRun,
+    found: Iterable[tuple[GeneratedDocument, int | None]],
+    checker: AnswerChecker,
 ) -> Iterator[list[store.Row]]:
     """Yield rows of each document, in the order in which they finish."""
-    session, engine = secrets.token_hex(8), InferenceEngine(prepared.directory, prepared.engine)
+    session, since = secrets.token_hex(8), time.monotonic()
     scorer = find_scorer(prepared.task.scorer)
-    lengths = prepared.options.sweep.lengths
-    assert lengths is not None
-    limits, since = [length_in_tokens(length) for length in lengths], time.monotonic()
-    for generated in generate(engine, missing, prepared.engine.max_num_seqs):
-        texts = [chain.output.text for chain in generated.chains]
+    for generated, allocated in found:
+        texts = [chain.text for chain in generated.chains]
         scores = scorer.scores(generated.prompted.document, texts, checker)
-        total = engine.kv
-        assert total is not None
         shared = {
             "session": session,
             "clock": time.monotonic() - since,
-            "peak_allocated_bytes": total.peak_allocated_bytes,
+            "peak_allocated_bytes": allocated,
         }
-        joint = joint_peaks([c.trace for c in generated.chains], limits, prepared.window)
+        costs = _costs(generated, prepared)
         yield [
-            {**_row(generated, index, limits, joint[index], scores[index]), **shared}
+            {**_row(generated, index, scores[index]), **costs[index], **shared}
             for index in range(len(generated.chains))
         ]
 
 
-def _row(
-    generated: GeneratedDocument, index: int, limits: list[int], joint: list[Peak], score: Score
-) -> store.Row:
-    """Return one line of a file of chains; lists have an entry for each length of the sweep."""
+def _generated(
+    prepared: PreparedRun, missing: list[PromptedDocument], key: str | None
+) -> Iterator[tuple[GeneratedDocument, int | None]]:
+    """Yield documents with the most bytes of the cache so far, which a server does not report."""
+    server, most = prepared.options.model.server, prepared.engine.max_num_seqs
+    if server is not None:
+        tokenizer = load_tokenizer(prepared.directory)
+        for generated in ChainServer(server, key).generate(tokenizer, missing, most):
+            yield generated, None
+        return
+    engine = InferenceEngine(prepared.directory, prepared.engine)
+    for generated in generate(engine, missing, most):
+        assert engine.kv is not None
+        yield generated, engine.kv.peak_allocated_bytes
+
+
+def _costs(generated: GeneratedDocument, prepared: PreparedRun) -> list[store.Row]:
+    """Return the costs of each chain; lists have an entry for each length of the sweep."""
+    lengths = prepared.options.sweep.lengths
+    assert lengths is not None
+    limits = [length_in_tokens(length) for length in lengths]
+    known = [chain.kv for chain in generated.chains if chain.kv is not None]
+    if not known:
+        unknown = dict.fromkeys(("kv_reads", *_PEAKS), [None] * len(limits))
+        return [{"prefill_reads": None, "peak_bytes": None, **unknown}] * len(generated.chains)
+    traces = [kv.trace for kv in known if kv.trace is not None]
+    joint = joint_peaks(traces, limits, prepared.window)
+    return [
+        {
+            "prefill_reads": kv.prefill_reads,
+            "kv_reads": [reads_within(trace, limit) for limit in limits],
+            "peak": [peak_within(trace, limit) for limit in limits],
+            "joint_peak": [peak.separate for peak in peaks],
+            "joint_peak_shared": [peak.shared for peak in peaks],
+            "peak_bytes": kv.peak_live_bytes,
+        }
+        for kv, trace, peaks in zip(known, traces, joint, strict=True)
+    ]
+
+
+def _row(generated: GeneratedDocument, index: int, score: Score) -> store.Row:
+    """Return one line of a file of chains, without its costs."""
     chain = generated.chains[index]
-    output, trace = chain.output, chain.trace
     return {
         "document": generated.prompted.document.id,
         "chain": index,
         "chains": len(generated.chains),
         "seed": generated.prompted.params.seed,
         "prompt_tokens": generated.prompt_tokens,
-        "tokens": len(output.token_ids),
-        "finish_reason": output.finish_reason,
+        "tokens": chain.tokens,
+        "finish_reason": chain.finish_reason,
         "answers": list(score.answers),
         "correct": list(score.correct),
         "verdict": score.verdict,
-        "prefill_reads": output.kv.prefill_reads,
-        "kv_reads": [reads_within(trace, limit) for limit in limits],
-        "peak": [peak_within(trace, limit) for limit in limits],
-        "joint_peak": [peak.separate for peak in joint],
-        "joint_peak_shared": [peak.shared for peak in joint],
-        "peak_bytes": output.kv.peak_live_bytes,
-        "seconds": output.seconds,
-        "text": output.text,
+        "seconds": chain.seconds,
+        "text": chain.text,
     }

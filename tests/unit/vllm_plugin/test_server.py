@@ -21,6 +21,10 @@ pytest.importorskip("model_hosting_container_standards", reason="vLLM's server n
 from openai import OpenAI
 
 from benchmarks.word_tokenizer import EOD, write_word_tokenizer
+from dms_train.evaluation.scaling.chains import PromptedDocument
+from dms_train.evaluation.scaling.served import ChainServer
+from dms_train.evaluation.tasks.base import Document
+from dms_train.evaluation.tasks.prompts import load_tokenizer
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.launch.serve import command
@@ -164,6 +168,29 @@ def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
     assert len(whole.split()) == NEW_TOKENS
     assert len(parts) > 1
     assert "".join(parts) == whole
+
+
+def test_dms_eval_gets_the_chains_of_the_own_engine(server: Server) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+    prompts = [" ".join(f"w{token}" for token in prompt) for prompt in PROMPTS]
+    documents = [
+        PromptedDocument(
+            document=Document(id=str(number), question=prompt, gold=()),
+            prompt=prompt,
+            params=params,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    tokenizer = load_tokenizer(Path(server.model))
+    chains = ChainServer(f"{server.url}/v1", None).generate(tokenizer, documents, 2)
+    found = {chain.prompted.prompt: chain for chain in chains}
+    assert set(found) == set(prompts)
+    for output in LLM(server.model, dtype="float32").generate(prompts, params):
+        (own,), (chain,) = output.outputs, found[output.prompt].chains
+        assert found[output.prompt].prompt_tokens == len(output.prompt_token_ids)
+        assert chain.text.split() == own.text.split()
+        assert chain.tokens == len(own.token_ids)
+        assert chain.finish_reason == own.finish_reason
 
 
 def test_metrics_count_tokens_and_an_empty_cache_afterwards(server: Server) -> None:

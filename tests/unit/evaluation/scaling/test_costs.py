@@ -61,13 +61,13 @@ def test_the_worked_example_of_a_model_without_compression(folder):
     found = chains(folder("llama", None), [5, 6, 7, 8], 1, 3, temperature=0.0)
     (chain,) = found.chains
     assert found.prompt_tokens == 4
-    assert len(chain.output.token_ids) == 3
-    assert chain.trace.kv_reads.tolist() == [0.0, 5.0, 11.0]
-    assert chain.trace.live_tokens.tolist() == [4.0, 5.0, 6.0]
-    assert [reads_within(chain.trace, n) for n in (0, 2, 3, 9)] == [0.0, 5.0, 11.0, 11.0]
-    assert [peak_within(chain.trace, n) for n in (1, 9)] == [4.0, 6.0]
-    assert joint_peaks([chain.trace], [3], 0)[0][0].separate == 6.0
-    assert chain.output.kv.prefill_reads == 10.0
+    assert len(chain.token_ids) == 3
+    assert chain.kv.trace.kv_reads.tolist() == [0.0, 5.0, 11.0]
+    assert chain.kv.trace.live_tokens.tolist() == [4.0, 5.0, 6.0]
+    assert [reads_within(chain.kv.trace, n) for n in (0, 2, 3, 9)] == [0.0, 5.0, 11.0, 11.0]
+    assert [peak_within(chain.kv.trace, n) for n in (1, 9)] == [4.0, 6.0]
+    assert joint_peaks([chain.kv.trace], [3], 0)[0][0].separate == 6.0
+    assert chain.kv.prefill_reads == 10.0
 
 
 def test_the_worked_example_of_eviction():
@@ -85,15 +85,15 @@ def test_the_worked_example_of_eviction():
 def test_a_smaller_budget_costs_what_generating_it_costs(folder, spec):
     directory, prompt = folder("llama", spec), random_ids(20, seed=4)
     whole = chains(directory, prompt, 4, 40)
-    traces = [chain.trace for chain in whole.chains]
+    traces = [chain.kv.trace for chain in whole.chains]
     limits = [1, 9, 17, 40]
     joint = joint_peaks(traces, limits, WINDOW)
     for width, (number, limit) in itertools.product((1, 3), enumerate(limits)):
         again = chains(directory, prompt, width, limit)
         for large, small in zip(whole.chains, again.chains, strict=False):
-            assert small.output.token_ids == large.output.token_ids[:limit]
-            assert reads_within(large.trace, limit) == small.output.kv.kv_reads
-        shorter = joint_peaks([c.trace for c in again.chains], [limit], WINDOW)[-1][0]
+            assert small.token_ids == large.token_ids[:limit]
+            assert reads_within(large.kv.trace, limit) == small.kv.kv_reads
+        shorter = joint_peaks([c.kv.trace for c in again.chains], [limit], WINDOW)[-1][0]
         assert joint[width - 1][number].separate == pytest.approx(shorter.separate)
         assert joint[width - 1][number].shared == pytest.approx(shorter.shared)
 
@@ -103,15 +103,15 @@ def test_traces_equal_the_masked_model(folder, oracle, how, tokens):
     spec = small_spec("dms")
     directory, prompt = folder("llama", spec), random_ids(20, seed=4)
     (chain,) = chains(directory, prompt, 1, tokens, **how).chains
-    computed = prompt + chain.output.token_ids[:-1]
+    computed = prompt + chain.token_ids[:-1]
     seen = visible(oracle(directory, computed)[1], spec)
     counts = seen.sum(-1).double().mean((0, 1))
-    assert chain.trace.live_tokens.tolist() == pytest.approx(counts[19:].tolist())
-    assert chain.trace.kv_reads.tolist() == pytest.approx([0, *counts[20:].cumsum(0).tolist()])
+    assert chain.kv.trace.live_tokens.tolist() == pytest.approx(counts[19:].tolist())
+    assert chain.kv.trace.kv_reads.tolist() == pytest.approx([0, *counts[20:].cumsum(0).tolist()])
     prompt_held = seen[..., :20].sum(-1).double().mean((0, 1))[19:]
     for step, held in enumerate(prompt_held.tolist()):  # what `shared` counts once
         settled = min(step, WINDOW + 1)
-        assert chain.trace.live_tokens[settled].item() - settled == pytest.approx(held)
+        assert chain.kv.trace.live_tokens[settled].item() - settled == pytest.approx(held)
     assert prompt_held[-1] < prompt_held[0]
 
 
@@ -150,9 +150,9 @@ def test_chains_that_do_not_run_together_are_counted_together(folder):
     narrow = InferenceEngine(directory, EngineOptions(max_num_seqs=2, slab_pages=8))
     (apart,) = generate(narrow, [asked], 2)
     for one, other in zip(together.chains, apart.chains, strict=True):
-        assert one.output.token_ids == other.output.token_ids
-        assert torch.equal(one.trace.kv_reads, other.trace.kv_reads)
-        assert torch.equal(one.trace.live_tokens, other.trace.live_tokens)
+        assert one.token_ids == other.token_ids
+        assert torch.equal(one.kv.trace.kv_reads, other.kv.trace.kv_reads)
+        assert torch.equal(one.kv.trace.live_tokens, other.kv.trace.live_tokens)
 
 
 def test_several_documents_run_at_the_same_time_and_each_is_returned_once(folder):
@@ -171,14 +171,14 @@ def test_several_documents_run_at_the_same_time_and_each_is_returned_once(folder
     assert not model.has_unfinished_requests()
     for number, one in found.items():
         alone = chains_alone(directory, asked[int(number)])
-        assert [c.output.token_ids for c in one.chains] == alone
-        assert all(len(c.trace.live_tokens) == 3 + int(number) for c in one.chains)
-        assert all(c.output.seconds > 0 for c in one.chains)
+        assert [c.token_ids for c in one.chains] == alone
+        assert all(len(c.kv.trace.live_tokens) == 3 + int(number) for c in one.chains)
+        assert all(c.seconds > 0 for c in one.chains)
 
 
 def chains_alone(directory, asked) -> list[list[int]]:
     (found,) = generate(engine(directory), [asked], 8)
-    return [chain.output.token_ids for chain in found.chains]
+    return [chain.token_ids for chain in found.chains]
 
 
 def test_budgets_are_written_as_in_the_paper():

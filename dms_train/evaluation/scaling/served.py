@@ -1,0 +1,143 @@
+"""Chains from a server with OpenAI's API, such as `vllm serve`; their costs are not known."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.scaling.chains import (
+    GeneratedChain,
+    GeneratedDocument,
+    PromptedDocument,
+)
+from dms_train.inference.tokenizer import Tokenizer
+
+_PATIENCE_SECONDS = 3600  # until a chain is complete
+
+
+class ChainServer:
+    """Client of a server that completes prompts.
+
+    Args:
+        address: Address of the API, such as `http://127.0.0.1:8000/v1`.
+        key: Key that requests carry; None for none.
+
+    Raises:
+        EvaluationError: The server cannot be reached or lists no model.
+    """
+
+    def __init__(self, address: str, key: str | None) -> None:
+        self._address = address.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        listed = self._call("models").get("data")
+        if not listed:
+            raise EvaluationError(f"{self._address}/models: lists no model; start one there")
+        self._model: str = listed[0]["id"]
+        self._longest: int | None = listed[0].get("max_model_len")
+
+    def generate(
+        self, tokenizer: Tokenizer, documents: Sequence[PromptedDocument], max_num_seqs: int
+    ) -> Iterator[GeneratedDocument]:
+        """Yield documents in the order in which all of their chains are complete.
+
+        Every chain is a request of its own, with the tokens of the prompt and a seed that follows
+        from the document and the number of the chain.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            documents: Documents to generate for.
+            max_num_seqs: Requests at the same time.
+
+        Raises:
+            EvaluationError: A prompt is too long for the server, or a request fails.
+        """
+        prompts = [tokenizer.encode(each.prompt) for each in documents]
+        for document, ids in zip(documents, prompts, strict=True):
+            self._require_room(document, len(ids))
+        chains: dict[int, list[GeneratedChain | None]] = {
+            number: [None] * each.params.n for number, each in enumerate(documents)
+        }
+        pool = ThreadPoolExecutor(max_num_seqs)
+        try:
+            places: dict[Future[GeneratedChain], tuple[int, int]] = {
+                pool.submit(self._chain, documents[number], prompts[number], index): (number, index)
+                for number, each in chains.items()
+                for index in range(len(each))
+            }
+            for future in as_completed(places):
+                number, index = places[future]
+                chains[number][index] = future.result()
+                complete = [chain for chain in chains[number] if chain is not None]
+                if len(complete) == len(chains[number]):
+                    yield GeneratedDocument(
+                        prompted=documents[number],
+                        prompt_tokens=len(prompts[number]),
+                        chains=complete,
+                    )
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _require_room(self, document: PromptedDocument, prompt_tokens: int) -> None:
+        if self._longest is not None and prompt_tokens >= self._longest:
+            raise EvaluationError(
+                f"document {document.document.id}: its prompt has {prompt_tokens:,} tokens, and "
+                f"{self._address} takes {self._longest:,} with the answer; raise its limit"
+            )
+
+    def _chain(self, document: PromptedDocument, ids: list[int], index: int) -> GeneratedChain:
+        params, since = document.params, time.monotonic()
+        most = params.max_tokens if self._longest is None else self._longest - len(ids)
+        request = {
+            "model": self._model,
+            "prompt": ids,
+            "max_tokens": min(params.max_tokens, most),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "seed": (params.seed or 0) + index,
+            "stop": list(params.stop),
+        }
+        answer = self._call("completions", request)
+        choice = answer["choices"][0]
+        return GeneratedChain(
+            text=choice["text"],
+            tokens=answer["usage"]["completion_tokens"],
+            token_ids=None,
+            finish_reason=choice["finish_reason"],
+            seconds=time.monotonic() - since,
+            kv=None,
+        )
+
+    def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        url = f"{self._address}/{route}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_PATIENCE_SECONDS) as stream:
+                answer: dict[str, Any] = json.load(stream)
+        except urllib.error.HTTPError as error:
+            raise EvaluationError(f"{url}: {error.code} {_message(error)}") from None
+        except (OSError, ValueError) as error:
+            raise EvaluationError(
+                f"{url}: no answer ({error}); start a server there, or correct model.server"
+            ) from None
+        return answer
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """Return what a server says of an error, as one line."""
+    text = error.read().decode(errors="replace")
+    try:
+        content = json.loads(text)
+        text = str(content.get("error", content).get("message", text))
+    except (ValueError, AttributeError):
+        pass
+    return " ".join(text.split())[:300]
