@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from dms_train.evaluation.errors import EvaluationError
@@ -62,28 +64,26 @@ class ChainServer:
         prompts = [tokenizer.encode(each.prompt) for each in documents]
         for document, ids in zip(documents, prompts, strict=True):
             self._require_room(document, len(ids))
-        chains: dict[int, list[GeneratedChain | None]] = {
-            number: [None] * each.params.n for number, each in enumerate(documents)
-        }
         pool = ThreadPoolExecutor(max_num_seqs)
+        chains = [
+            [pool.submit(self._chain, each, ids, index) for index in range(each.params.n)]
+            for each, ids in zip(documents, prompts, strict=True)
+        ]
+        numbers = {chain: number for number, own in enumerate(chains) for chain in own}
+        complete: Counter[int] = Counter()
         try:
-            places: dict[Future[GeneratedChain], tuple[int, int]] = {
-                pool.submit(self._chain, documents[number], prompts[number], index): (number, index)
-                for number, each in chains.items()
-                for index in range(len(each))
-            }
-            for future in as_completed(places):
-                number, index = places[future]
-                chains[number][index] = future.result()
-                complete = [chain for chain in chains[number] if chain is not None]
-                if len(complete) == len(chains[number]):
+            for chain in as_completed(numbers):
+                chain.result()
+                number = numbers[chain]
+                complete[number] += 1
+                if complete[number] == len(chains[number]):
                     yield GeneratedDocument(
                         prompted=documents[number],
                         prompt_tokens=len(prompts[number]),
-                        chains=complete,
+                        chains=[each.result() for each in chains[number]],
                     )
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _require_room(self, document: PromptedDocument, prompt_tokens: int) -> None:
         if self._longest is not None and prompt_tokens >= self._longest:
@@ -94,16 +94,15 @@ class ChainServer:
 
     def _chain(self, document: PromptedDocument, ids: list[int], index: int) -> GeneratedChain:
         params, since = document.params, time.monotonic()
-        most = params.max_tokens if self._longest is None else self._longest - len(ids)
         request = {
             "model": self._model,
             "prompt": ids,
-            "max_tokens": min(params.max_tokens, most),
+            "max_tokens": min(params.max_tokens, (self._longest or math.inf) - len(ids)),
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "top_k": params.top_k,
             "seed": (params.seed or 0) + index,
             "stop": list(params.stop),
+            **({} if params.top_k == -1 else {"top_k": params.top_k}),
         }
         answer = self._call("completions", request)
         choice = answer["choices"][0]

@@ -107,6 +107,15 @@ def evaluated(p: Prepared) -> list[dict[str, Any]]:
     return list(store.read_chains(Path(p.options.run.dir)))
 
 
+def asked_server(p: Prepared) -> str:
+    """Return the address that does not answer; empty if none is asked."""
+    try:
+        evaluated(p)
+    except EvaluationError as error:
+        return str(error).partition("/models")[0]
+    return ""
+
+
 def checker(name: str) -> Callable[[Prepared], Any]:
     """Return an attribute of the object that compares answers in a run."""
 
@@ -195,6 +204,7 @@ WIRES: dict[str, Wire] = {
         {"task.path": None},
     ),
     "model.path": Wire(lambda a: str(a.other), lambda p: str(p.run.directory)),
+    "model.server": Wire("http://127.0.0.1:9/v1", asked_server),
     "model.cr": Wire(3.0, lambda p: p.run.header["config"]["cr"]),
     "model.prompt_format": Wire(
         "chatml", lambda p: p.run.header["config"]["model"]["prompt_format"]
@@ -236,7 +246,7 @@ WIRES: dict[str, Wire] = {
     "run.allow_code": Wire("unisolated", checker("allow_code")),
 }
 # a process of its own takes a part of the documents; the stage has no such options
-ONLY_COMMAND = ("task.name", "model.path", "run.dir", "run.shard", "run.shards")
+ONLY_COMMAND = ("task.name", "model.path", "model.server", "run.dir", "run.shard", "run.shards")
 
 
 def one_sheet(folder: Path) -> Path:
@@ -296,7 +306,7 @@ def test_an_option_acts(
     assets: Assets, tmp_path: Path, key: str, way: Callable[..., EvaluationOptions]
 ) -> None:
     if way is by_stage and key in ONLY_COMMAND:
-        assert key.partition(".")[2] in ("name", "path", "dir", "shard", "shards")
+        assert key.partition(".")[2] in ("name", "path", "server", "dir", "shard", "shards")
         return
     wire = WIRES[key]
     found = []
