@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="pip install 'dms-train[vllm]'")
 pytest.importorskip("model_hosting_container_standards", reason="vLLM's server needs it")
 
 from openai import OpenAI
+from transformers import LlamaConfig
 
 from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.evaluation.scaling.chains import PromptedDocument
@@ -171,8 +172,11 @@ def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
 
 
 def test_dms_eval_gets_the_chains_of_the_own_engine(server: Server) -> None:
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
-    prompts = [" ".join(f"w{token}" for token in prompt) for prompt in PROMPTS]
+    tokenizer = load_tokenizer(Path(server.model))
+    # the export names no end of text, and vLLM then takes that of the tokenizer and of LlamaConfig
+    ends = (*tokenizer.encode(EOD), LlamaConfig().eos_token_id)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, stop_token_ids=ends)
+    prompts = [" ".join(f"w{token}" for token in prompt if token) for prompt in PROMPTS]
     documents = [
         PromptedDocument(
             document=Document(id=str(number), question=prompt, gold=()),
@@ -181,7 +185,6 @@ def test_dms_eval_gets_the_chains_of_the_own_engine(server: Server) -> None:
         )
         for number, prompt in enumerate(prompts)
     ]
-    tokenizer = load_tokenizer(Path(server.model))
     chains = ChainServer(f"{server.url}/v1", None).generate(tokenizer, documents, 2)
     found = {chain.prompted.prompt: chain for chain in chains}
     assert set(found) == set(prompts)
