@@ -10,6 +10,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any
 
 from dms_train.evaluation.errors import EvaluationError
@@ -39,11 +40,12 @@ class ChainServer:
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
-        listed = self._call("models").get("data")
-        if not listed:
-            raise EvaluationError(f"{self._address}/models: lists no model; start one there")
-        self._model: str = listed[0]["id"]
-        self._longest: int | None = listed[0].get("max_model_len")
+        with self._expected("models"):
+            listed = self._call("models")["data"]
+            if not listed:
+                raise EvaluationError(f"{self._address}/models: lists no model; start one there")
+            self._model: str = listed[0]["id"]
+            self._longest: int | None = listed[0].get("max_model_len")
 
     def generate(
         self, tokenizer: Tokenizer, documents: Sequence[PromptedDocument], max_num_seqs: int
@@ -104,16 +106,27 @@ class ChainServer:
             "stop": list(params.stop),
             **({} if params.top_k == -1 else {"top_k": params.top_k}),
         }
-        answer = self._call("completions", request)
-        choice = answer["choices"][0]
-        return GeneratedChain(
-            text=choice["text"],
-            tokens=answer["usage"]["completion_tokens"],
-            token_ids=None,
-            finish_reason=choice["finish_reason"],
-            seconds=time.monotonic() - since,
-            kv=None,
-        )
+        with self._expected("completions"):
+            answer = self._call("completions", request)
+            choice = answer["choices"][0]
+            return GeneratedChain(
+                text=choice["text"],
+                tokens=answer["usage"]["completion_tokens"],
+                token_ids=None,
+                finish_reason=choice["finish_reason"],
+                seconds=time.monotonic() - since,
+                kv=None,
+            )
+
+    @contextmanager
+    def _expected(self, route: str) -> Iterator[None]:
+        """Report an answer in which something is absent."""
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError):
+            raise EvaluationError(
+                f"{self._address}/{route}: not an answer of OpenAI's API; correct model.server"
+            ) from None
 
     def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         url = f"{self._address}/{route}"

@@ -137,6 +137,8 @@ def test_what_a_server_does_not_say_is_one_line(words: list[str], tmp_path: Path
             run(words, tmp_path / "run", f"model.server={url}/v1")
 
     refused({"data": []}, "lists no model")
+    for listed in ({}, {"data": [{}]}, [1], {"data": [{"id": "m"}]}):
+        refused(listed, r"not an answer of OpenAI's API; correct model\.server")
     short = {"data": [{"id": "m", "max_model_len": 100}]}
     refused(short, r"prompt has \d+ tokens, and http.* takes 100 with the answer")
     with pytest.raises(EvaluationError, match=r"no answer .*correct model\.server"):
