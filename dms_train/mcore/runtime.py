@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from dms_train.mcore import compat
@@ -53,6 +55,29 @@ class _SameStateWarning(logging.Filter):
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
+def _sharing_gloo() -> type:
+    """Return torch's gloo group, but with the device of the first one in each further group.
+
+    The thread of a device wakes up a hundred times a second. Megatron makes dozens of groups, whose
+    devices would keep two cores busy.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    devices: list[Any] = []
+
+    class SharingGloo(gloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            if not devices:
+                super().__init__(store, rank, size, timeout)
+                devices.extend(self.options._devices)
+                return
+            options = gloo._Options()
+            options._devices, options._threads = devices, 2 * len(devices)
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    return SharingGloo
+
+
 class _CpuRuntime:
     """Names that are redirected while Megatron runs on the CPU; `stop` restores them."""
 
@@ -78,6 +103,7 @@ class _CpuRuntime:
         self._replace(torch.cuda, "get_rng_state", get_state)
         self._replace(torch.cuda.random, "get_rng_state", get_state)
         set_state = lambda state, *_, **__: generator.set_state(state)  # noqa: E731
+        self._replace(dist.distributed_c10d, "ProcessGroupGloo", _sharing_gloo())
         owner, name = compat.rng_state_setter()
         self._replace(owner, name, set_state)
         logging.getLogger(owner.__name__).addFilter(self._filter)

@@ -90,10 +90,10 @@ def test_configuration_is_read_without_torch():
 
 
 @pytest.mark.parametrize("target", SCRIPTS.values(), ids=SCRIPTS)
-def test_help_is_shown_within_two_seconds_and_without_torch(target):
+def test_help_is_shown_without_packages_that_take_seconds(target):
     module, _, function = target.partition(":")
     done = python(
-        "import sys, time\n"
+        "import sys\n"
         f"from {module} import {function}\n"
         "sys.argv[1:] = ['--help']\n"
         "try:\n"
@@ -101,7 +101,6 @@ def test_help_is_shown_within_two_seconds_and_without_torch(target):
         "except SystemExit as end:\n"
         "    assert not end.code\n"
         "heavy = {'torch', 'megatron', 'transformers', 'triton'} & set(sys.modules)\n"
-        "assert time.process_time() < 2\n"
         "sys.exit(', '.join(heavy) or 0)\n"
     )
     assert done.returncode == 0, done.stderr

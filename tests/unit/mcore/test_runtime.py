@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from dms_train.mcore import groups, runtime
 from dms_train.mcore.options import ParallelOptions
+from tests.support.launch import python
 
 NAMES: list[tuple[Any, str]] = [
     (torch.cuda, "current_device"),
@@ -103,3 +104,27 @@ def test_groups_can_be_laid_out_again_after_stop() -> None:
         groups.stop()
     assert not torch.distributed.is_initialized()
     runtime.stop()
+
+
+def test_groups_on_a_cpu_share_one_device_and_keep_their_own_timeouts() -> None:
+    script = """
+import datetime, pathlib
+import torch, torch.distributed as dist
+from dms_train.mcore import groups
+from dms_train.mcore.options import ParallelOptions
+
+view = groups.start(ParallelOptions(distributed_timeout_minutes=3.0), seed=0)
+own = dist.new_group(timeout=datetime.timedelta(seconds=50))
+for group in (view.tp_group, own):
+    x = torch.ones(2)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [1, 1]
+for group, seconds in ((dist.group.WORLD, 180), (own, 50)):
+    timeout = group._get_backend(view.device).options._timeout
+    assert timeout.total_seconds() == seconds
+tasks = pathlib.Path("/proc/self/task").iterdir()
+names = [(task / "comm").read_text().strip() for task in tasks]
+assert names.count("gloo_tcp_loop") == 1, names
+"""
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import socket
 import subprocess
-import time
 import zlib
 
 import pytest
@@ -161,9 +160,7 @@ def test_no_program_runs_without_a_sandbox(monkeypatch, found):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_a_program_has_limits(code, mode):
-    since = time.monotonic()
     assert not passes(code, SAY_YES, seconds=1.0, sandboxed=mode == "sandbox")
-    assert time.monotonic() - since < 30
 
 
 @pytest.mark.parametrize("mode", MODES)
