@@ -7,9 +7,10 @@
 Each variant changes the named settings of the base: the experiment to CR 4 with 50 steps per unit
 of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` train gates on the
 frozen model for as many steps; `trim-kv` then has a budget at CR 4, and `kvzap` also exports with
-other thresholds, of which each reaches a ratio of its own. `FOLDER/sweep.json` has a row for each
-measured variant: KL to the original on held-out text with hard evictions, perplexity of the text of
-`--held-out`, and the share of needles that are found. The same command continues.
+other thresholds, of which each reaches a ratio of its own. `sinks` is the base, but its first four
+tokens stay. `FOLDER/sweep.json` has a row for each measured variant: KL to the original on
+held-out text with hard evictions, perplexity of the text of `--held-out`, and the share of needles
+that are found. The same command continues.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "lr-1e-5": ("optim.lr=1e-5",),
     "lr-5e-4": ("optim.lr=5e-4",),
     "window-16": ("method.window=16",),
-    "window-64": ("method.window=64",),
     "window-256": ("method.window=256",),
     "train-attention": ("method.train=attention",),
     "train-lora": ("method.train=lora", "optim.lr=1e-3"),
@@ -73,6 +73,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "zeroing-in-240-steps": ("stage.zero_neuron.steps=240",),
     "KL-from-the-student": ("loss.kl_direction=student_teacher",),
     "temperature-2": ("loss.kl_temperature=2",),
+    "sinks": ("stage.run=[export]",),
     "trim-kv": _TRIM_KV,
     "kvzap": _KVZAP,
     **{
@@ -80,11 +81,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         for offset in _OFFSETS
     },
 }
-_EXPORTED = {f"kvzap-offset-{offset}": "kvzap" for offset in _OFFSETS}  # of a trained variant
-_POLICIES = {  # options of the measurement of perplexity, and of the needles
+_EXPORTED = {"sinks": "base"} | {f"kvzap-offset-{offset}": "kvzap" for offset in _OFFSETS}
+_POLICIES = {  # by variant: options of the measurement of perplexity, and of the needles
     "trim-kv": (
         ("--policy", "trim_kv", "--policy-option", "cr=4"),
         ("policy=trim_kv", "policy.cr=4"),
+    ),
+    "sinks": (
+        ("--policy", "dms", "--policy-option", "sinks=4"),
+        ("policy=dms", "policy.sinks=4"),
     ),
 }
 _SAMPLED = {"text-of-the-model": (0.0, 1.0), "both-texts": (0.5, 0.5)}  # shares: plain, sampled

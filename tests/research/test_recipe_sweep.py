@@ -52,7 +52,7 @@ def test_every_variant_differs_from_the_base_in_its_settings_only(tmp_path: Path
         if "kvzap" in name or name == "trim-kv":  # another method has other constants
             differing = {"method" if key.startswith("method.") else key for key in differing}
             named = {"method" if key.startswith("method.") else key for key in named}
-        if "offset" in name:
+        if "offset" in name or name == "sinks":
             named.add("run.load")
         if "text" in name:
             named = {"data.paths"} | ({"data.weights"} if name == "both-texts" else set())
@@ -101,7 +101,7 @@ def test_a_threshold_exports_the_trained_scorer(tmp_path: Path) -> None:
     assert (config.method.alpha_offset, list(config.stage.run)) == (3.5, ["export"])
 
 
-def test_only_retention_gates_need_a_budget(tmp_path: Path) -> None:
+def test_only_some_variants_have_options_of_a_policy(tmp_path: Path) -> None:
     made = {step.name: step for step in steps(sweep(tmp_path))}
     for name in (*VARIANTS, ORIGINAL):
         policy = compose_evaluation(made[f"needles_{name}"].words()[6:]).policy
@@ -109,6 +109,9 @@ def test_only_retention_gates_need_a_budget(tmp_path: Path) -> None:
         options = [words[at + 1] for at, word in enumerate(words) if word.startswith("--policy")]
         if name == "trim-kv":
             assert (policy.name, policy.cr, options) == ("trim_kv", 4, ["trim_kv", "cr=4"])
+        elif name == "sinks":
+            assert (policy.name, policy.options) == ("dms", ("sinks=4",))
+            assert options == ["dms", "sinks=4"]
         else:
             # as before the gates, so that older folders continue
             assert (policy.name, policy.cr, options) == ("auto", None, [])

@@ -5,11 +5,26 @@ The rule of `method.visibility` is applied to slots instead of a full-length mas
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import CachePolicy, NewTokens, NoOptions, PolicyKind, Slots
+from dms_train.inference.policies.base import CachePolicy, NewTokens, PolicyKind, Slots
 from dms_train.inference.policies.kernel_rules import MARKED, KernelRule, WindowRule
+from dms_train.limits import AtLeast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMSOptions:
+    """Options of `dms`.
+
+    Attributes:
+        sinks: Number of first tokens that stay although the model marks them.
+    """
+
+    sinks: Annotated[int, AtLeast(0)] = 0
 
 
 class DMSPolicy(CachePolicy):
@@ -18,16 +33,20 @@ class DMSPolicy(CachePolicy):
     Args:
         window: Distance up to which a token is always read.
         shift: Distance from a token to the decision that governs it.
+        sinks: Number of first tokens that are never evicted.
     """
 
     state_width = 1  # 1 for a marked token
 
-    def __init__(self, window: int, shift: int) -> None:
+    def __init__(self, window: int, shift: int, *, sinks: int = 0) -> None:
         self.window = window
         self.shift = shift
+        self.sinks = sinks
 
     def kernel_rule(self) -> KernelRule | str:
         """Evict marked tokens that leave the window."""
+        if self.sinks:
+            return "sinks keep tokens that the model marks, which the kernels evict"
         return WindowRule(evicts=MARKED, window=self.window, shift=self.shift)
 
     def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
@@ -37,7 +56,8 @@ class DMSPolicy(CachePolicy):
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Return whether a token is outside the window of the query and marked."""
         late = at[:, None, :, None] - slots.position[:, :, None, :] > self.window
-        return late & (slots.state[..., 0] > 0)[:, :, None, :]
+        marked = (slots.state[..., 0] > 0) & (slots.position >= self.sinks)
+        return late & marked[:, :, None, :]
 
 
 def signals_by_slot(slots: Slots, arrival: NewTokens, shift: int) -> Tensor:
@@ -63,5 +83,7 @@ def signals_by_slot(slots: Slots, arrival: NewTokens, shift: int) -> Tensor:
 
 
 POLICY = PolicyKind(
-    NoOptions, lambda options, spec: DMSPolicy(spec.window, spec.governing_shift), trained=True
+    DMSOptions,
+    lambda options, spec: DMSPolicy(spec.window, spec.governing_shift, sinks=options.sinks),
+    trained=True,
 )

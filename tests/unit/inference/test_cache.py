@@ -16,6 +16,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import CachePolicy, Merge, NewTokens
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
+from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.policies.window import WindowPolicy
 from dms_train.method.accounting import live_slots
 from dms_train.method.spec import PRESETS
@@ -111,6 +112,22 @@ def test_equals_the_visibility_rule(build, chunks, shift, eviction, share):
     torch.testing.assert_close(output, masked(data, allowed))
     ends = torch.tensor(chunks).cumsum(0) - 1
     assert torch.equal(live, live_slots(data[3], spec)[..., ends].permute(2, 0, 1))
+    assert torch.equal(reads.sum(0), allowed.sum((2, 3)))
+
+
+@pytest.mark.parametrize("build", [compact, dense])
+@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
+def test_sinks_stay_although_they_are_marked(build, chunks):
+    spec = PRESETS["dms"].override(window=WINDOW)
+    data, sinks = text(60, share=0.9), torch.arange(60) < 3
+    policy = build_policy("dms", {"sinks": 3}, spec)
+    assert isinstance(policy.kernel_rule(), str)  # a reason
+    output, reads, _ = feed(build(policy), data, chunks)
+    causal = torch.ones(60, 60, dtype=torch.bool).tril()
+    allowed = visible(data[3], spec)
+    assert not allowed[..., -1, sinks].all()
+    allowed = allowed | (causal & sinks)
+    torch.testing.assert_close(output, masked(data, allowed))
     assert torch.equal(reads.sum(0), allowed.sum((2, 3)))
 
 
