@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Installed on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
-# Exports load with transformers 4, too: one test puts these before the installed ones.
+# Exports load with transformers 4 and the newest, too: tests put these before the installed ones.
 TRANSFORMERS_4 := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+TRANSFORMERS_NEWEST := transformers==5.24.0
 # The newest megatron-core requires Python 3.12, so pip does not install it beside Python 3.11. Its
 # wheel is pure Python except for the index of data sets, and is unpacked for tests.
 MEGATRON ?= 0.19.2
@@ -38,7 +39,7 @@ VLLM_VENV := .venv-vllm-$(VLLM)
 setup: $(STAMP)
 
 $(STAMP): $(VENV)/.packages $(VENV)/.other_versions
-	$(BIN)/python -W ignore -m compileall -qq -j 0 -x $(UNUSED) $(VENV)/lib $(VENV)/transformers4 || true
+	$(BIN)/python -W ignore -m compileall -qq -j 0 -x $(UNUSED) $(VENV)/lib $(VENV)/transformers4 $(VENV)/transformers_newest || true
 	touch $(STAMP)
 
 # The pip that comes with Python 3.11 takes twice the time to choose versions.
@@ -53,6 +54,7 @@ $(VENV)/.packages: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.other_versions: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --no-compile --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
+	$(BIN)/python -m pip install --no-compile --no-deps --target $(VENV)/transformers_newest $(TRANSFORMERS_NEWEST)
 	rm -rf $(MEGATRON_NEWEST)
 	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
 		--dest $(MEGATRON_NEWEST)/wheel megatron-core==$(MEGATRON) \

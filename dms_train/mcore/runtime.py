@@ -65,14 +65,18 @@ def _sharing_gloo() -> type:
     devices: list[Any] = []
 
     class SharingGloo(gloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any
+        ) -> None:
             if not devices:
-                super().__init__(store, rank, size, timeout)
+                super().__init__(store, rank, size, timeout, **others)
                 devices.extend(self.options._devices)
                 return
             options = gloo._Options()
             options._devices, options._threads = devices, 2 * len(devices)
             options._timeout = timeout
+            for name, value in others.items():  # torch 2.14 has one
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     return SharingGloo

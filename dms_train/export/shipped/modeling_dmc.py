@@ -135,10 +135,11 @@ class DMCAttention(_Mixed):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to merged states; attention_mask is the 4D mask of eager attention."""
+        # its name differs between versions of transformers
+        cache = next((x for x in kwargs.values() if isinstance(x, Cache)), None)
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMC needs a 4D mask: load with attn_implementation='eager'")
         query, key, value = self._project(hidden_states)
@@ -149,15 +150,15 @@ class DMCAttention(_Mixed):
         query, key = self.dmc.clear(query), self.dmc.clear(key)
         marks = torch.stack([alpha, weight], -1).to(value.dtype)
         left = torch.cat([marks, key, value], -1)
-        whole = torch.cat([self._before(past_key_values, left), left], 2)
+        whole = torch.cat([self._before(cache, left), left], 2)
         alphas, weights = whole[..., :2].to(weight.dtype).unbind(-1)
         states = merged(whole[..., 2:], alphas, weights, self.dmc.numbers.width)[:, :, -n:]
         key, value = states.split(self.head_dim, -1)
         if getattr(self, "use_rope", True):  # SmolLM3 has layers without RoPE
             query, key = self.rotate(query, key, *position_embeddings)
-        if past_key_values is not None:
+        if cache is not None:
             stored = torch.cat([value, left], -1)
-            key, stored = past_key_values.update(key, stored, self.layer_idx)
+            key, stored = cache.update(key, stored, self.layer_idx)
             value, alpha = stored[..., : self.head_dim], stored[..., self.head_dim]
         output, weights = eager_attention_forward(
             self,

@@ -45,6 +45,11 @@ _SHRINKING = (
 )
 
 
+def name_of_cache(arguments: dict[str, Any]) -> str:
+    """Return the name of the cache, which differs between versions of transformers; or ""."""
+    return next((name for name, value in arguments.items() if isinstance(value, Cache)), "")
+
+
 def evicted_tokens(decisions: Tensor, shift: int) -> Tensor:
     """Move decisions to the tokens they govern; tokens without a decision are kept.
 
@@ -228,7 +233,6 @@ class DMSAttention(_Mixed):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute what the family's attention computes, with evicted tokens hidden.
@@ -236,6 +240,7 @@ class DMSAttention(_Mixed):
         attention_mask is 4D: bool [batch or 1, 1, 1, keys] from `_columns_only`, or the additive
         mask of eager attention. With the latter, attention weights are returned too.
         """
+        cache = kwargs.get(name_of_cache(kwargs))
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMS needs a 4D mask: load with attn_implementation='eager'")
         (query, key, value), gate = self._project(hidden_states)
@@ -246,15 +251,13 @@ class DMSAttention(_Mixed):
             query, key = query.to(value.dtype), key.to(value.dtype)
         if self.dms.numbers.clear_after_rope and not self.has_window:
             query = self.dms.clear(query)
-        if isinstance(past_key_values, DMSCache):
+        if isinstance(cache, DMSCache):
             tokens = (key, value, decisions)
             if self.scaling != self.head_dim**-0.5:  # by which the cache multiplies scores
                 query = query * (self.scaling * self.head_dim**0.5)
-            output = past_key_values.attend(
-                self.layer_idx, query, tokens, attention_mask, self._sinks
-            )
+            output = cache.attend(self.layer_idx, query, tokens, attention_mask, self._sinks)
             return self._output(output, gate), None
-        key, value, decisions = self._remember(key, value, decisions, past_key_values)
+        key, value, decisions = self._remember(key, value, decisions, cache)
         evicted = evicted_tokens(decisions, self.dms.numbers.shift)
         if attention_mask.dtype == torch.bool:
             # a DynamicCache may have dropped the keys before a sliding window
@@ -276,7 +279,7 @@ def _columns_only(
     hook it would make an additive mask [batch, 1, T, keys]. It still does when more than causality
     is needed.
     """
-    mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    mask, past = kwargs.get("attention_mask"), kwargs.get(name_of_cache(kwargs))
     tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     weights = kwargs.get("output_attentions")
@@ -345,7 +348,7 @@ class DMSForCausalLM(AdapterLoading):
         Raises:
             ValueError: A DMSCache is given for assisted generation.
         """
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(name_of_cache(model_kwargs))
         if isinstance(given, DMSCache) and mode == GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
                 "assisted generation takes tokens back, which a DMSCache may have evicted; leave "
@@ -354,14 +357,14 @@ class DMSForCausalLM(AdapterLoading):
         done = super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *rest)
         configured = generation_config.cache_implementation or generation_config.output_attentions
         rolled_back = generation_config.is_assistant
-        made = model_kwargs.get("past_key_values")
+        name = name_of_cache(model_kwargs)
         shrinks = mode in _SHRINKING and not configured and not rolled_back
-        if given is None and shrinks and type(made) is DynamicCache:
+        if given is None and shrinks and type(model_kwargs.get(name)) is DynamicCache:
             numbers = [
                 layer.self_attn.dms.numbers if hasattr(layer, "self_attn") else None
                 for layer in self.model.layers
             ]
-            model_kwargs["past_key_values"] = DMSCache(numbers, len(numbers), self.dms_kernels)
+            model_kwargs[name] = DMSCache(numbers, len(numbers), self.dms_kernels)
         return done
 
     @torch.no_grad()

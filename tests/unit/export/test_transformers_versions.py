@@ -1,4 +1,4 @@
-"""The code of an export under transformers 4 and the installed transformers.
+"""The code of an export under transformers 4, the installed transformers and the newest.
 
 The truth for logits is an independent float64 forward; the truth for tokens is greedy search that
 computes the whole text for every token.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,18 @@ from tests.support import launch
 from tests.unit.hf import conftest as hf
 
 export = hf.export
-TRANSFORMERS_4 = Path(os.environ.get("DMS_TRANSFORMERS_4", Path(sys.prefix) / "transformers4"))
+OTHERS = {
+    "transformers 4": Path(
+        os.environ.get("DMS_TRANSFORMERS_4", Path(sys.prefix) / "transformers4")
+    ),
+    "newest": Path(sys.prefix) / "transformers_newest",
+}
+VERSIONS = ("installed", *OTHERS)
 CASES = {
     "nested": ("llama", PRESETS["dms"].override(window=4).spec, torch.float32, "DMSCache"),
     "flat": ("qwen3", PRESETS["dms_nvidia"].override(window=4).spec, torch.bfloat16, "DMSCache"),
     "merged": ("llama", PRESETS["dmc"].spec, torch.float32, "DynamicCache"),
 }
-PATHS = {"transformers 4": str(TRANSFORMERS_4), "installed": ""}
 USE = """
 import sys
 import torch
@@ -50,19 +56,34 @@ torch.save(found, result)
 """
 
 
-@pytest.mark.parametrize("which", PATHS)
+def path_of(which: str) -> str:
+    """Return the PYTHONPATH with a version of transformers; skip the test if it is absent."""
+    if which not in OTHERS:
+        return ""
+    if not OTHERS[which].is_dir():
+        pytest.skip(f"{OTHERS[which]} is absent; make setup installs it")
+    return str(OTHERS[which])
+
+
+def version_of(which: str) -> str:
+    """Return the version that pip has installed there."""
+    path = [str(OTHERS[which])] if which in OTHERS else sys.path
+    (found, *_) = distributions(name="transformers", path=path)
+    return found.version
+
+
+@pytest.mark.parametrize("which", VERSIONS)
 def test_exports_load_compute_and_generate(export, tmp_path, which):
-    if which == "transformers 4" and not TRANSFORMERS_4.is_dir():
-        pytest.skip(f"{TRANSFORMERS_4} is absent; make setup installs it")
+    path = path_of(which)
     cases = {
         str(export(case[0], case[1], dtype=case[2]).rename(tmp_path / name)): case
         for name, case in CASES.items()
     }
     result = tmp_path / "result.pt"
-    paths = {"PYTHONPATH": PATHS[which], "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    paths = {"PYTHONPATH": path, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     launch.checked(launch.python("-c", USE, str(result), *cases, **paths))
     found = torch.load(result)
-    assert found.pop("version").startswith("4.") == (which == "transformers 4")
+    assert found.pop("version") == version_of(which)
     for directory, (family, spec, dtype, cache) in cases.items():
         logits, tokens, greedy, used = found[directory]
         assert torch.equal(tokens, greedy)

@@ -48,7 +48,7 @@ from dms_train.planning.trained import peft_parameters
 from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
 from tests.support import launch, tiny
-from tests.unit.export.test_transformers_versions import PATHS, TRANSFORMERS_4
+from tests.unit.export.test_transformers_versions import VERSIONS, path_of
 
 GUIDE = launch.ROOT / "docs" / "guides" / "load_export.md"
 
@@ -211,12 +211,13 @@ def test_peft_computes_the_merged_export(exports: Exports) -> None:
         assert close(tensor.to(DTYPES[exports.dtype]), state[name].to(DTYPES[exports.dtype])), name
 
 
-@pytest.mark.parametrize("which", PATHS)
+@pytest.mark.parametrize("which", VERSIONS)
 def test_auto_model_with_peft_reads_a_folder_and_a_hub_id(
     tmp_path: Path, view: ParallelView, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    if not find_spec("peft") or (which == "transformers 4" and not TRANSFORMERS_4.is_dir()):
-        pytest.skip("PEFT or transformers 4 is absent; make setup installs both")
+    if not find_spec("peft"):
+        pytest.skip("PEFT is absent; make setup installs it")
+    path = path_of(which)
     exports = Exports(tmp_path, view, "biases")
     merged, adapter = exports.write("dms"), exports.write("peft", AdapterBase("one/base", "v2"))
     for name, folder, revision in (("base", exports.base, "v2"), ("adapter", adapter, "main")):
@@ -233,7 +234,7 @@ def test_auto_model_with_peft_reads_a_folder_and_a_hub_id(
             LOAD,
             str(result),
             *folders,
-            PYTHONPATH=PATHS[which],
+            PYTHONPATH=path,
             HF_MODULES_CACHE=str(tmp_path / "modules"),
             HF_HUB_CACHE=str(tmp_path / "hub"),
             HF_HUB_OFFLINE="1",
