@@ -2,7 +2,7 @@
 
 megatron-core names `torch.cuda` in its layers, schedules, optimizers and random-number tracker.
 Without CUDA, `start` redirects those names to the CPU, so that the same Megatron code runs with
-gloo. With CUDA nothing is patched.
+gloo, whose groups then share one device. With CUDA nothing is patched.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _SameStateWarning(logging.Filter):
 def _sharing_gloo() -> type:
     """Return torch's gloo group, but with the device of the first one in each further group.
 
-    The thread of a device wakes up a hundred times a second. Megatron makes dozens of groups, whose
-    devices would keep two cores busy.
+    The thread of a device wakes up a hundred times a second. Megatron makes dozens of groups in
+    every process; with a device for each, a few processes keep two cores busy.
     """
     gloo: Any = dist.ProcessGroupGloo
     devices: list[Any] = []
@@ -75,7 +75,7 @@ def _sharing_gloo() -> type:
             options = gloo._Options()
             options._devices, options._threads = devices, 2 * len(devices)
             options._timeout = timeout
-            for name, value in others.items():  # torch 2.14 has one
+            for name, value in others.items():  # `enable_reconfigure` of torch 2.14
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 

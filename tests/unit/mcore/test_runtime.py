@@ -21,6 +21,7 @@ NAMES: list[tuple[Any, str]] = [
     (torch.cuda, "get_rng_state"),
     (torch.cuda.random, "get_rng_state"),
     (megatron_random, "_set_cuda_rng_state"),
+    (torch.distributed.distributed_c10d, "ProcessGroupGloo"),
 ]
 
 
