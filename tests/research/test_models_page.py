@@ -27,6 +27,7 @@ POLICIES = {
 MODELS = {
     "original": "original",
     **{f"DMS, CR {ratio}": f"cr{ratio}" for ratio in (2, 3, 4, 6, 8)},
+    **{f"window 16, CR {ratio}": f"window_16_cr{ratio}" for ratio in (2, 3, 4, 6, 8)},
     **{f"DMC, CR {ratio}": f"dmc_cr{ratio}" for ratio in (4, 8)},
     **{
         f"{title}, CR {ratio}": f"{name}_cr{ratio}"
@@ -66,19 +67,35 @@ WINDOW_64 = {
     "learning rate 5e-4": "lr-5e-4",
 }
 
+TEXTS = {
+    "plain text": "base",
+    "its first four tokens stay": "sinks",
+    "half of the text is the model's own": "both-texts",
+}
+
 
 def record(name: str, device: str = H200) -> dict[str, Any]:
     return json.loads((RESULTS / device / name).read_text(encoding="utf-8"))
 
 
 def models() -> dict[str, dict[str, Any]]:
-    """Models of the newer record; the older one has the perplexity of some policies."""
-    older = {model["name"]: model for model in record("smollm2_135m.json", H100)["models"]}
-    found = {model["name"]: dict(model) for model in record("smollm2_135m.json")["models"]}
-    for name, model in found.items():
-        if "perplexity" not in model and name in older:
-            model["perplexity"] = older[name]["perplexity"]
-    return found
+    """Models of the newest record, and of the one before, whose DMS has window 16.
+
+    The oldest record has the perplexity of some policies.
+    """
+    oldest, before, newest = (
+        {model["name"]: dict(model) for model in record(name, device)["models"]}
+        for name, device in (
+            ("smollm2_135m.json", H100),
+            ("smollm2_135m_window_16.json", H200),
+            ("smollm2_135m.json", H200),
+        )
+    )
+    for name, model in before.items():
+        if "perplexity" not in model and name in oldest:
+            model["perplexity"] = oldest[name]["perplexity"]
+    named = {f"window_16_{name}" if name in newest else name: before[name] for name in before}
+    return named | newest
 
 
 def page_rows(page: str) -> dict[str, list[str]]:
@@ -109,8 +126,17 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
 
 
 def test_the_page_has_the_scores_of_the_record() -> None:
-    rows, known = page_rows("docs/models.md"), models()
-    for title, name in MODELS.items():
+    rows = page_rows("docs/models.md")
+    for model in record("smollm2_135m.json")["models"]:
+        title = model["name"].replace("cr", "CR ")
+        assert rows[f"tasks, {title}"] == [_score(model["tasks"].get(key)) for key in CHOICES[:3]]
+
+
+def test_the_page_has_the_scores_with_window_16() -> None:
+    rows = page_rows("docs/models.md")
+    known = {m["name"]: m for m in record("smollm2_135m_window_16.json")["models"]}
+    titles = {title: name for title, name in MODELS.items() if not title.startswith("window")}
+    for title, name in titles.items():
         if "tasks" not in (model := known[name]):
             continue
         cells = rows["the original" if name == "original" else title.replace(",", " at")]
@@ -141,6 +167,18 @@ def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
             cells = [interval(needles[n]) if n in needles else "" for n in ("1024", "4096", "8192")]
             reads = f"{needles['8192']['reads_per_token']:,.0f}" if "8192" in needles else ""
             assert rows[f"needles, {title}, CR {ratio}"] == [*cells, reads]
+
+
+def test_the_page_has_the_perplexities_of_qwen_with_policies() -> None:
+    rows = page_rows("docs/models.md")
+    of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
+    found = {m["name"]: m for m in record("qwen25_coder_0_5b_perplexity.json")["models"]} | of_dms
+    for title, name in {"DMS": "dms", **POLICIES}.items():
+        cells = []
+        for ratio in (4, 8):
+            perplexity = found[f"{name}_cr{ratio}"]["perplexity"]["continuation"]
+            cells += [f"{perplexity['cr_factor']:.2f}", f"{perplexity['perplexity']:.2f}"]
+        assert rows[f"perplexity, {title}"] == cells
 
 
 def test_the_page_has_the_numbers_of_qwen() -> None:
@@ -226,8 +264,7 @@ def test_gates_and_windows_are_those_of_the_record() -> None:
         parts += (("continuation", "perplexity"),)
         for cell, (part, key) in zip(cells[:3], parts, strict=True):
             assert cell == (f"{row[part][key]:.2f}" if part in row else "")
-        for cell, key in zip(cells[3:], ("needles_2048", "needles_4096"), strict=True):
-            assert cell == ("{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "")
+        assert cells[3:] == _found(row)
 
 
 def test_short_runs_with_window_64_are_those_of_the_record() -> None:
@@ -237,11 +274,29 @@ def test_short_runs_with_window_64_are_those_of_the_record() -> None:
     for title, name in WINDOW_64.items():
         row = found[name]
         cells = [f"{row['tokens'] / 1e6:.1f}", f"{row['kl']:.4f}"]
-        cells.append(f"{row['continuation']['cr_factor']:.2f}")
+        cells.append(_ratio(row))
         cells += [f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")]
-        for key in ("needles_2048", "needles_4096"):
-            cells.append("{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "")
-        assert rows[title] == cells
+        assert rows[title] == [*cells, *_found(row)]
+
+
+def test_first_tokens_and_texts_are_those_of_the_record() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_texts.json")["rows"]}
+    rows = page_rows("docs/models.md")
+    for title, name in TEXTS.items():
+        row = found[name]
+        cells = [f"{row['kl']:.4f}" if "kl" in row else "", _ratio(row)]
+        cells += [f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")]
+        assert rows[title] == [*cells, *_found(row)]
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    return f"{row['continuation']['cr_factor']:.2f}"
+
+
+def _found(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of the needles in 2,048 and 4,096 tokens."""
+    keys = ("needles_2048", "needles_4096")
+    return ["{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "" for key in keys]
 
 
 def test_the_records_print() -> None:
