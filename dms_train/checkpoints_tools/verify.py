@@ -37,21 +37,38 @@ def _show(directory: Path, report: Report, window: int) -> None:
             f"{report.kl_tolerance:.4g}",
         ),
         ("top-1 agreement", f"{report.top1_agreement:.2%}", ""),
+        (
+            "KL(one pass || generate with a cache)",
+            f"{report.generated_kl_per_token:.4g}",
+            f"{report.kl_tolerance:.4g}",
+        ),
     ]
     print(f"{directory} (format {read_format(directory)}), {report.tokens} tokens")
     for check, measured, limit in rows:
-        print(f"  {check:<36}{measured:>18}{limit:>10}")
+        print(f"  {check:<38}{measured:>18}{limit:>10}")
     if window and report.tokens <= window + 1:
         print(f"note: {report.tokens} tokens fit the window of {window}; nothing expired")
-    print("PASS" if report.passed else "FAIL: the export is not the trained model")
+    print(_verdict(report))
+
+
+def _verdict(report: Report) -> str:
+    if report.passed:
+        return "PASS"
+    if not report.replayed:
+        return "FAIL: the export is not the trained model"
+    return (
+        "FAIL: the weights are right, but generate() computes something else with this version of "
+        "transformers; export the model again, or take another version"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dms-verify",
-        description="Replay the self-test in an export: load it as transformers would, and "
-        "compare decisions and logits with those of the trained Megatron model. The code "
-        "in the export is run: use it on exports you trust.",
+        description="Replay the self-test in an export: load it as transformers would, compare "
+        "decisions and logits with those of the trained Megatron model, and compute the end of "
+        "the text again with generate() and its cache. The code in the export is run: use it on "
+        "exports you trust.",
         epilog="Exit status: 0 passed, 1 mismatch, 2 bad input.",
     )
     parser.add_argument("directory", type=Path, help="export directory (holds dms_selftest/)")

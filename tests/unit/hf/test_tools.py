@@ -64,7 +64,23 @@ def test_verify_passes(tested_export, spec, capsys, family, preset):
 def test_verify_finds_a_moved_row(tested_export, spec, capsys, family, preset):
     directory = tested_export(family, spec(preset), move=True)
     assert verify.main([str(directory)]) == 1
-    assert "FAIL" in capsys.readouterr().out
+    assert "FAIL: the export is not the trained model" in capsys.readouterr().out
+
+
+def test_verify_finds_a_cache_that_evicts_other_tokens(tested_export, spec, capsys):
+    """Logits without a cache are right, those of `generate` are not."""
+    directory = tested_export("llama", spec("dms", window=8))
+    directory = directory.rename(directory.parent / "other_code")  # Python knows that of `export`
+    code = directory / "modeling_dms.py"
+    tokens = "tokens = (key, value, decisions)"
+    assert code.read_text().count(tokens) == 1
+    other = tokens.replace("decisions", "torch.zeros_like(decisions)")
+    code.write_text(code.read_text().replace(tokens, other))
+    assert verify.main([str(directory)]) == 1
+    assert "generate() computes something else" in capsys.readouterr().out
+    found = replay(directory)
+    assert found.kl_per_token < 1e-6
+    assert found.generated_kl_per_token > found.kl_tolerance
 
 
 def test_verify_in_bfloat16(tested_export, spec, capsys):
@@ -78,6 +94,7 @@ def test_verify_adds_no_rounding_of_its_own(tested_export, spec):
     """The stored logits are those of float32, although the reference names bfloat16."""
     directory = tested_export("llama", spec("dms", window=8), dtype="bfloat16")
     assert replay(directory).logit_difference < 1e-4
+    assert replay(directory).generated_kl_per_token < 1e-6
     assert replay(directory, dtype="bfloat16").logit_difference > 1e-3
 
 
@@ -117,6 +134,17 @@ def test_verify_on_another_models_reference(tested_export, export, spec, capsys)
     )
     assert verify.main([str(export("qwen3", spec("dms"), selftest=wrong))]) == 2
     assert "another model" in capsys.readouterr().err
+
+
+def test_verify_on_one_token(tested_export, export, spec, capsys):
+    reference = SelfTest.load(tested_export("llama", spec("dms")))
+    short = SelfTest(
+        input_ids=reference.input_ids[:1],
+        decision_logits=reference.decision_logits[..., :1],
+        logits=reference.logits[:1],
+    )
+    assert verify.main([str(export("llama", spec("dms"), selftest=short))]) == 2
+    assert "one token" in capsys.readouterr().err
 
 
 def facts(path, capsys):
