@@ -10,7 +10,6 @@ from research.recipe.chains import chain_steps
 from research.recipe.steps import (
     EVALUATE,
     NEEDLES,
-    ORIGINAL,
     Model,
     Settings,
     Task,
@@ -25,10 +24,7 @@ _VALIDATE = ("-m", "dms_train.cli.validate")
 
 
 def steps(settings: Settings) -> list[Step]:
-    """Return all steps of a recipe; each follows those that it needs.
-
-    The tasks of all other models wait for those of the original, and take the longest.
-    """
+    """Return all steps of a recipe; each follows those that it needs. Tasks take the longest."""
     evaluated = models(settings)
     tasks = [_tasks(settings, model) for model in evaluated if settings.recipe.tasks]
     return [
@@ -79,22 +75,18 @@ def results(settings: Settings, name: str) -> Path:
 
 
 def _tasks(settings: Settings, model: Model) -> Step:
-    """Return the step that evaluates a model on all tasks, beside the results of the original."""
+    """Return the step that evaluates a model on all tasks."""
     words = [
         *(*EVALUATE, "harness", str(model.path)),
         *("--tasks", ",".join(_limited(settings, task) for task in settings.recipe.tasks)),
         *("--data", str(documents(settings)), "--limit", str(settings.limit)),
         *(*_engine(settings, model), "--max-num-seqs", str(settings.rows)),
         *("--output", str(results(settings, model.name))),
-        "--log-samples",  # for the intervals of differences
+        "--log-samples",  # for the intervals of differences, which the report computes
     ]
     if settings.recipe.published is not None:
         words += ["--published", settings.recipe.published]
-    needs = _trained(settings)
-    if model.name != ORIGINAL:
-        words += ["--original", str(results(settings, ORIGINAL))]
-        needs = (*needs, f"evaluate_{ORIGINAL}")
-    return Step(name=f"evaluate_{model.name}", words=lambda: words, needs=needs)
+    return Step(name=f"evaluate_{model.name}", words=lambda: words, needs=_trained(settings))
 
 
 def _limited(settings: Settings, task: Task) -> str:

@@ -15,11 +15,12 @@ from benchmarks import timing
 from benchmarks.records import origin
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
+from dms_train.evaluation.harness.comparison import compare, read_results, require_same_conditions
 from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
 from research.recipe.chains import measured_chains
 from research.recipe.evaluations import needle_contexts, needles_folder, perplexity_file, results
-from research.recipe.steps import Model, Settings, Task, models, trainings
+from research.recipe.steps import ORIGINAL, Model, Settings, Task, models, trainings
 
 _METRICS = ("acc_norm", "acc", "exact_match", "pass@1")  # the first one that a task has
 _BANDS = 5  # of the depths of needles
@@ -28,14 +29,14 @@ _Z = 1.96  # of a 95% interval
 
 def measured(settings: Settings) -> dict[str, Any]:
     """Return the numbers of all trainings and models so far, as plain JSON."""
-    device = torch.device(settings.device)
+    device, original = torch.device(settings.device), _results(settings, ORIGINAL)
     return {
         "experiment": settings.recipe.experiment,
         "device": timing.device_name(device),
         "versions": timing.versions(device),
         **origin(),
         "trainings": {name: _training(given) for name, given in trainings(settings).items()},
-        "models": [_model(settings, model) for model in models(settings)],
+        "models": [_model(settings, model, original) for model in models(settings)],
         "needles": [asdict(cell) for cell in cells(settings)],
         "chains": measured_chains(settings),
     }
@@ -74,8 +75,12 @@ def _training(overrides: list[str]) -> dict[str, float]:
     }
 
 
-def _model(settings: Settings, model: Model) -> dict[str, Any]:
-    """Return what has been measured of a model; a part that has not finished is absent."""
+def _model(settings: Settings, model: Model, original: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what has been measured of a model; a part that has not finished is absent.
+
+    Raises:
+        EvaluationError: Tasks of the original were evaluated with other settings or programs.
+    """
     found: dict[str, Any] = {"name": model.name, "policy": model.policy, "options": model.options}
     validation = settings.root / "validation" / model.name / "metrics.json"
     if validation.is_file():
@@ -87,9 +92,17 @@ def _model(settings: Settings, model: Model) -> dict[str, Any]:
         for context in needle_contexts(settings)
         if _is_finished(folder := needles_folder(settings, model.name, context))
     }
-    if (results(settings, model.name) / "comparison.json").is_file():
-        found |= _scores(results(settings, model.name), settings.recipe.tasks)
+    if model.name == ORIGINAL and original is not None:
+        found |= _scores(original, None, settings.recipe.tasks)
+    elif (own := _results(settings, model.name)) is not None:
+        found |= _scores(own, original, settings.recipe.tasks)
     return found
+
+
+def _results(settings: Settings, name: str) -> dict[str, Any] | None:
+    """Return the results of a model on the tasks that have finished; None without any."""
+    folder = results(settings, name)
+    return read_results(folder) if (folder / "results.json").is_file() else None
 
 
 def _is_finished(run: Path) -> bool:
@@ -115,10 +128,17 @@ def _needles(folder: Path) -> dict[str, float]:
     return asdict(point.accuracy) | costs | {"peak_tokens": point.peak_tokens}
 
 
-def _scores(folder: Path, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return the scores of all tasks, the mean of multiple choice, and the cost of the cache."""
-    found = _read(folder / "results.json")
-    rows = {(row["task"], row["metric"]): row for row in _read(folder / "comparison.json")}
+def _scores(
+    found: Mapping[str, Any], original: Mapping[str, Any] | None, tasks: Sequence[Task]
+) -> dict[str, Any]:
+    """Return the scores of finished tasks, the mean of multiple choice, and the cost of the cache.
+
+    A task that the original has not finished has no difference.
+    """
+    if original is not None:
+        require_same_conditions(original, _common(found["dms"], original["dms"]), [])
+    compared = map(asdict, compare(found, original, None, [task.key for task in tasks]))
+    rows = {(row["task"], row["metric"]): row for row in compared}
     scores = {task.key: _score(found, rows, task.key) for task in tasks}
     measured = {key: score for key, score in scores.items() if score}
     choices = [score for key, score in measured.items() if _is_choice(found, key)]
@@ -126,6 +146,14 @@ def _scores(folder: Path, tasks: Sequence[Task]) -> dict[str, Any]:
         choices = []  # a mean over other tasks would not compare
     kv = {name: value for name, value in found["dms"]["kv"].items() if name != "cr_factors"}
     return {"tasks": scores, "choices": _mean(choices), "kv": kv}
+
+
+def _common(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the conditions of a run that the other one has as well: those of tasks may lack."""
+    return {
+        block: {name: value for name, value in own[block].items() if name in other[block]}
+        for block in ("settings", "tasks", "definitions", "versions")
+    }
 
 
 def _score(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dms_train.cli.config_source import compose, compose_evaluation
+from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
 from dms_train.inference.errors import InferenceError
@@ -100,7 +101,7 @@ def test_every_listed_ratio_has_an_export_and_every_model_every_task(
     tasks += ",lambada_openai@0,lambada_openai@10,mmlu@5:10"  # settings.limit is below 20
     for model in (ORIGINAL, *ratios):
         given = made[f"evaluate_{model}"]
-        assert ("--original" in given) == (model != ORIGINAL)
+        assert "--log-samples" in given
         further = {"smollm2_135m": "", "qwen25_coder_0_5b": ",gsm8k@5,gsm8k_cot"}[name]
         assert given[given.index("--tasks") + 1] == tasks + further
         if name == "smollm2_135m":
@@ -257,12 +258,12 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
 
 
 def test_the_trainings_are_those_of_the_first_trial(tmp_path: Path) -> None:
-    """Window, batch, rates and steps are those of both models; only the learning rate differs."""
-    for name, rate in zip(REAL, (2e-4, 5e-5), strict=True):
+    """Batch, rates and steps are those of both models; window and learning rate differ."""
+    for name, window, rate in zip(REAL, (64, 16), (2e-4, 5e-5), strict=True):
         made = {step.name: step.words() for step in steps(settings(tmp_path, name))}
         config = compose(made["train"][2:])
         stage = config.stage
-        assert config.method.window == 16
+        assert config.method.window == window
         assert config.data.seq_length * config.data.global_batch_size == 65536
         assert (config.optim.lr, config.optim.lr_warmup_steps) == (rate, 10)
         assert (stage.zero_neuron.steps, stage.retrofit.steps_per_cr) == (60, 100)
@@ -380,32 +381,50 @@ def test_policies_and_dmc_are_rows_of_the_report(tmp_path: Path, monkeypatch) ->
     assert (folder / "needles.svg").read_text().startswith("<svg")
 
 
-def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> None:
-    tasks = (Task(name="hellaswag", shots=10), Task(name="lambada_openai"))
-    chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=tasks))
+SCORED = (Task(name="hellaswag", shots=10), Task(name="lambada_openai"))
+
+
+def write_scores(
+    folder: Path, right: int, tasks: tuple[Task, ...] = SCORED, version: str = "1"
+) -> None:
+    """Write results of the harness: so many of ten documents of HellaSwag are right."""
+    values = [float(number < right) for number in range(10)]
+    share = right / 10
     scores = {
-        "hellaswag@10": {"acc,none": 0.3, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.01},
+        "hellaswag@10": {"acc,none": 0.3, "acc_norm,none": share, "acc_norm_stderr,none": 0.01},
         "lambada_openai": {"perplexity,none": 20.0, "acc,none": 0.25, "acc_stderr,none": 0.02},
     }
+    types = {"hellaswag@10": "multiple_choice", "lambada_openai": "loglikelihood"}
+    keys = [task.key for task in tasks]
+    stored = {
+        "results": {key: scores[key] for key in keys},
+        "configs": {key: {"output_type": types[key]} for key in keys},
+        "n-shot": dict.fromkeys(keys, 0),
+        "n-samples": {key: {"effective": 10} for key in keys},
+        "dms": {
+            "kv": {"cr_factor": 1.5, "peak_tokens": 40.0, "cr_factors": [[1.5]]},
+            "settings": {"seed": 0},
+            "tasks": {key: {"limit": 10} for key in keys},
+            "definitions": {},
+            "versions": {"lm-eval": version},
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(stored))
+    lines = (json.dumps({"doc_id": i, "acc_norm": value}) for i, value in enumerate(values))
+    (folder / "samples_hellaswag@10.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def write_metrics(run: Path, end: str = "") -> None:
+    run.mkdir()
+    logged = {"step": 4, "tokens": 120, "train/tokens_per_second": 2.0}
+    (run / "metrics.jsonl").write_text(json.dumps(logged) + "\n" + end)
+
+
+def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=SCORED))
     for name in (ORIGINAL, *exports(chosen)):
-        folder = results(chosen, name)
-        folder.mkdir(parents=True)
-        types = {"hellaswag@10": "multiple_choice", "lambada_openai": "loglikelihood"}
-        stored = {
-            "results": scores,
-            "configs": {key: {"output_type": kind} for key, kind in types.items()},
-            "dms": {"kv": {"cr_factor": 1.5, "peak_tokens": 40.0, "cr_factors": [[1.5]]}},
-        }
-        (folder / "results.json").write_text(json.dumps(stored))
-        low_high = {"value": -0.01, "low": -0.03, "high": 0.01}
-        rows = [
-            {"task": key, "metric": metric.removesuffix(",none"), "model": value, "documents": 9}
-            | {"difference": None if name == ORIGINAL else low_high}
-            for key, values in scores.items()
-            for metric, value in values.items()
-            if "_stderr" not in metric
-        ]
-        (folder / "comparison.json").write_text(json.dumps(rows))
+        write_scores(results(chosen, name), right=5 if name == ORIGINAL else 4)
     for name, export in exports(chosen).items():
         folder = tmp_path / "validation" / name
         folder.mkdir(parents=True)
@@ -416,21 +435,44 @@ def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> Non
         (chosen.root / "train" / "metrics.jsonl").write_text(json.dumps(training) + "\n")
         (export / "README.md").write_text("<!-- evaluation -->\n<!-- end of evaluation -->\n")
     report = write_report(chosen).read_text()
-    scored = "0.400 +- 0.020 | 0.250 +- 0.039 | 0.400"
-    assert f"| cr2 | 2.5 | 0.125 | 1.50 | 40 | {scored} | -0.010 [-0.030, +0.010] |" in report
-    assert f"| original | - | - | 1.50 | 40 | {scored} | - |" in report
+    scored = "0.250 +- 0.039"
+    own = f"| cr2 | 2.5 | 0.125 | 1.50 | 40 | 0.400 +- 0.020 | {scored} | 0.400 | -0.100 ["
+    assert own in report
+    assert f"| original | - | - | 1.50 | 40 | 0.500 +- 0.020 | {scored} | 0.500 | - |" in report
     assert "| train | 10 | 1,200 | 2.0 | 128 |" in report
     card = (exports(chosen)["cr2"] / "README.md").read_text()
     assert "0.400 +- 0.020" in card
     assert "0.125" in card
 
 
+def test_tasks_that_have_finished_are_in_the_report(tmp_path: Path) -> None:
+    """The original has one task, an export both; the mean over both is not there yet."""
+    chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=SCORED))
+    write_scores(results(chosen, "cr2"), right=4)
+    write_metrics(tmp_path / "train")
+    (found,) = (m for m in measured(chosen)["models"] if m["name"] == "cr2")
+    assert found["tasks"]["hellaswag@10"]["difference"] is None
+    write_scores(results(chosen, ORIGINAL), right=5, tasks=SCORED[:1])
+    original, found = measured(chosen)["models"][:2]
+    assert original["tasks"]["lambada_openai"] is None
+    assert original["choices"] is None
+    assert found["tasks"]["hellaswag@10"]["difference"]["value"] == pytest.approx(-0.1)
+    assert found["tasks"]["lambada_openai"]["difference"] is None
+
+
+def test_scores_of_other_versions_are_not_compared(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], tasks=SCORED))
+    write_scores(results(chosen, ORIGINAL), right=5)
+    write_scores(results(chosen, "cr2"), right=4, version="2")
+    write_metrics(tmp_path / "train")
+    with pytest.raises(EvaluationError, match=r"lm-eval.*was 1, here it is 2"):
+        measured(chosen)
+
+
 def test_a_report_leaves_out_what_is_not_measured(tmp_path: Path) -> None:
     """Training and one validation have finished, nothing else."""
     chosen = settings(tmp_path, haystack=Path("essays.txt"), held_out=Path("wikitext.txt"))
-    (tmp_path / "train").mkdir()
-    logged = {"step": 4, "tokens": 120, "train/tokens_per_second": 2.0}
-    ((tmp_path / "train") / "metrics.jsonl").write_text(json.dumps(logged) + '\n{"cut off')
+    write_metrics(tmp_path / "train", end='{"cut off')
     validation = tmp_path / "validation" / "cr4"
     validation.mkdir(parents=True)
     (validation / "metrics.json").write_text(json.dumps({"cr_factor": 4.1}))
