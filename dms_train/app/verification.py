@@ -16,7 +16,7 @@ from dms_train.hf.typed import typed
 from dms_train.hf.weight_reader import WeightReader
 from dms_train.method.losses import kl_teacher_student
 
-_GENERATED = 16  # tokens of the reference, one at a time
+_GENERATED = 16  # tokens of the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def compare(
     theirs, computed = reference.logits.double(), logits.double()
     expected, decided = reference.decision_logits.double(), decision_logits.double()
     difference = (decided - expected).abs()
-    before = computed[-1 - len(generated) : -1]  # each predicts the next token
+    one_pass = computed[-1 - len(generated) : -1]  # each predicts the next token
     return Report(
         tokens=logits.shape[0],
         decisions=decided.numel(),
@@ -96,7 +96,7 @@ def compare(
         logit_difference=(computed - theirs).abs().max().item(),
         kl_per_token=kl_teacher_student(computed, theirs).mean().item(),
         top1_agreement=(computed.argmax(-1) == theirs.argmax(-1)).double().mean().item(),
-        generated_kl_per_token=kl_teacher_student(generated.double(), before).mean().item(),
+        generated_kl_per_token=kl_teacher_student(generated.double(), one_pass).mean().item(),
         decision_tolerance=reference.decision_tolerance,
         kl_tolerance=reference.kl_tolerance,
     )
@@ -132,8 +132,8 @@ def verify(directory: str | Path, *, dtype: str = "float32", device: str = "cpu"
             "dms-generate"
         )
     reference = SelfTest.load(directory)
-    if len(reference.input_ids) < 2:
-        raise ValueError(f"{directory}: its self-test has one token; export the model again")
+    if len(reference.input_ids) < 3:  # for one step of `generate` after its prompt
+        raise ValueError(f"{directory}: its self-test is too short; export the model again")
     WeightReader(directory)  # refuses damaged shards with a one-line error
     model = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=True, local_files_only=True, dtype=dtype
@@ -148,22 +148,25 @@ def verify(directory: str | Path, *, dtype: str = "float32", device: str = "cpu"
 
 def _generated(model: Any, input_ids: Tensor) -> Tensor:
     """Return the logits [n, vocab] with which `generate` would choose the last n tokens."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()  # in place of what the directory states
     count = min(_GENERATED, input_ids.shape[1] - 1)
     prompt = input_ids[:, :-count]
 
-    def next_of_the_text(tokens: Tensor, scores: Tensor) -> Tensor:
+    def force_next_token(tokens: Tensor, scores: Tensor) -> Tensor:
         given = input_ids[:, tokens.shape[1], None]
         return torch.full_like(scores, -torch.inf).scatter(1, given, 0.0)
 
-    done = model.generate(
+    output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        logits_processor=[next_of_the_text],
+        logits_processor=[force_next_token],
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return torch.cat(done.logits)
+    return torch.cat(output.logits)

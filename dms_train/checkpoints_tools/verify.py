@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PASSED, MISMATCH, BAD_INPUT = 0, 1, 2
 
 
-def _show(directory: Path, report: Report, window: int) -> None:
+def _show(directory: Path, report: Report, window: int, dtype: str) -> None:
     rows = [
         ("check", "found", "limit"),
         ("largest decision-logit difference", f"{report.decision_difference:.4g}", ""),
@@ -48,14 +48,16 @@ def _show(directory: Path, report: Report, window: int) -> None:
         print(f"  {check:<38}{measured:>18}{limit:>10}")
     if window and report.tokens <= window + 1:
         print(f"note: {report.tokens} tokens fit the window of {window}; nothing expired")
-    print(_verdict(report))
+    print(_verdict(report, dtype))
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: Report, dtype: str) -> str:
     if report.passed:
         return "PASS"
     if not report.replayed:
         return "FAIL: the export is not the trained model"
+    if dtype != "float32":
+        return f"FAIL: generate() computes something else in {dtype}; try --dtype float32"
     return (
         "FAIL: the weights are right, but generate() computes something else with this version of "
         "transformers; export the model again, or take another version"
@@ -93,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"dms-verify: {message(error)}", file=sys.stderr)
         return BAD_INPUT
-    _show(arguments.directory, report, spec.window if spec else 0)
+    _show(arguments.directory, report, spec.window if spec else 0, arguments.dtype)
     return PASSED if report.passed else MISMATCH
 
 

@@ -24,7 +24,7 @@ _VALIDATE = ("-m", "dms_train.cli.validate")
 
 
 def steps(settings: Settings) -> list[Step]:
-    """Return all steps of a recipe; each follows those that it needs. Tasks take the longest."""
+    """Return all steps of a recipe; each follows those that it needs."""
     evaluated = models(settings)
     tasks = [_tasks(settings, model) for model in evaluated if settings.recipe.tasks]
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from benchmarks import timing
 from benchmarks.records import origin
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
+from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.harness.comparison import compare, read_results, require_same_conditions
 from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
@@ -76,11 +78,7 @@ def _training(overrides: list[str]) -> dict[str, float]:
 
 
 def _model(settings: Settings, model: Model, original: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what has been measured of a model; a part that has not finished is absent.
-
-    Raises:
-        EvaluationError: Tasks of the original were evaluated with other settings or programs.
-    """
+    """Return what has been measured of a model; a part that has not finished is absent."""
     found: dict[str, Any] = {"name": model.name, "policy": model.policy, "options": model.options}
     validation = settings.root / "validation" / model.name / "metrics.json"
     if validation.is_file():
@@ -95,7 +93,8 @@ def _model(settings: Settings, model: Model, original: Mapping[str, Any] | None)
     if model.name == ORIGINAL and original is not None:
         found |= _scores(original, None, settings.recipe.tasks)
     elif (own := _results(settings, model.name)) is not None:
-        found |= _scores(own, original, settings.recipe.tasks)
+        comparable = _comparable(model.name, own, original)
+        found |= _scores(own, comparable, settings.recipe.tasks)
     return found
 
 
@@ -135,25 +134,34 @@ def _scores(
 
     A task that the original has not finished has no difference.
     """
-    if original is not None:
-        require_same_conditions(original, _common(found["dms"], original["dms"]), [])
     compared = map(asdict, compare(found, original, None, [task.key for task in tasks]))
     rows = {(row["task"], row["metric"]): row for row in compared}
     scores = {task.key: _score(found, rows, task.key) for task in tasks}
     measured = {key: score for key, score in scores.items() if score}
     choices = [score for key, score in measured.items() if _is_choice(found, key)]
-    if len(measured) < len(tasks):
-        choices = []  # a mean over other tasks would not compare
+    if len(measured) < len(tasks):  # means over other tasks would not compare
+        return {"tasks": scores, "choices": None}
     kv = {name: value for name, value in found["dms"]["kv"].items() if name != "cr_factors"}
     return {"tasks": scores, "choices": _mean(choices), "kv": kv}
 
 
-def _common(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the conditions of a run that the other one has as well: those of tasks may lack."""
-    return {
-        block: {name: value for name, value in own[block].items() if name in other[block]}
-        for block in ("settings", "tasks", "definitions", "versions")
-    }
+def _comparable(
+    name: str, own: Mapping[str, Any], original: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Return the results of the original; None with a warning if they have other conditions."""
+    if original is None:
+        return None
+    conditions = {block: own["dms"][block] for block in ("settings", "versions")}
+    for block in ("tasks", "definitions"):  # of the tasks that both have finished
+        known = original["dms"][block]
+        conditions[block] = {key: v for key, v in own["dms"][block].items() if key in known}
+    try:
+        require_same_conditions(original, conditions, [])
+    except EvaluationError as error:
+        logger = logging.getLogger("dms_train")
+        logger.warning("%s: no differences to the original (%s)", name, error)
+        return None
+    return original
 
 
 def _score(

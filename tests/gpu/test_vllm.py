@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.vllm_gpu import PROMPTS
+from tests.support.vllm_gpu import NEW_TOKENS, PROMPTS
 from tests.unit.vllm_plugin.conftest import ROOT, declare, require_vllm
 from tests.unit.vllm_plugin.test_engine import CHANGES, EXPORTS, write
 
@@ -44,8 +44,9 @@ def test_tokens_are_those_of_the_own_engine(name: str, path: str, tmp_path: Path
     words = [sys.executable, "-m", "tests.support.vllm_gpu", export, str(result)]
     given = IEEE if EXPORTS[name][0] in ("qwen3_moe", "gpt_oss") else {}
     env = {**os.environ, **VARIABLES, **given, "PYTHONPATH": path}
-    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    found = json.loads(result.read_text())
-    assert len(found["own"]) == PROMPTS
-    assert found["vllm"] == found["own"]
+    process = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, (process.stdout + process.stderr)[-3000:]
+    generated = json.loads(result.read_text())
+    assert [len(tokens) for tokens in generated["engine"]] == [NEW_TOKENS] * PROMPTS
+    assert generated["held"] < 0.9
+    assert generated["vllm"] == generated["engine"]

@@ -23,16 +23,20 @@ def _prompts(vocabulary: int) -> list[list[int]]:
     return [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
 
 
-def _of_the_own_engine(export: str, prompts: list[list[int]]) -> list[list[int]]:
+def _generate_with_engine(export: str, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """Return tokens, and the share of all tokens that the cache holds at the end."""
     from dms_train.inference.llm import LLM
     from dms_train.inference.options import SamplingParams
 
     llm = LLM(export, dtype="float32", device="cuda", cache_bytes=10**9)
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    outputs = llm.generate(prompts, params)
+    held = sum(output.kv.live_tokens for output in outputs)
+    share = held / sum(output.kv.tokens for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs], share
 
 
-def _of_vllm(export: str, prompts: list[list[int]]) -> list[list[int]]:
+def _generate_with_vllm(export: str, prompts: list[list[int]]) -> list[list[int]]:
     import vllm
 
     llm = vllm.LLM(
@@ -53,10 +57,11 @@ def main() -> None:
     export, result = sys.argv[1:]
     vocabulary = json.loads((Path(export) / "config.json").read_text())["vocab_size"]
     prompts = _prompts(vocabulary)
-    own = _of_the_own_engine(export, prompts)
+    tokens, share = _generate_with_engine(export, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # vLLM measures what is free
-    Path(result).write_text(json.dumps({"own": own, "vllm": _of_vllm(export, prompts)}))
+    served = _generate_with_vllm(export, prompts)
+    Path(result).write_text(json.dumps({"engine": tokens, "held": share, "vllm": served}))
 
 
 if __name__ == "__main__":

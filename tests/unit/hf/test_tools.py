@@ -70,7 +70,8 @@ def test_verify_finds_a_moved_row(tested_export, spec, capsys, family, preset):
 def test_verify_finds_a_cache_that_evicts_other_tokens(tested_export, spec, capsys):
     """Logits without a cache are right, those of `generate` are not."""
     directory = tested_export("llama", spec("dms", window=8))
-    directory = directory.rename(directory.parent / "other_code")  # Python knows that of `export`
+    # a new name, because Python has already imported the code of `export`
+    directory = directory.rename(directory.parent / "other_code")
     code = directory / "modeling_dms.py"
     tokens = "tokens = (key, value, decisions)"
     assert code.read_text().count(tokens) == 1
@@ -136,15 +137,24 @@ def test_verify_on_another_models_reference(tested_export, export, spec, capsys)
     assert "another model" in capsys.readouterr().err
 
 
-def test_verify_on_one_token(tested_export, export, spec, capsys):
+def test_verify_takes_no_options_of_generate_from_the_export(tested_export, spec):
+    directory = tested_export("llama", spec("dms", window=8))
+    stated = {"use_cache": False, "num_beams": 2, "max_time": 1e-9, "do_sample": True}
+    (directory / "generation_config.json").write_text(json.dumps(stated))
+    found = replay(directory)
+    assert found.passed
+    assert 0 < found.generated_kl_per_token < 1e-6  # 0 in a pass without a cache
+
+
+def test_verify_on_two_tokens(tested_export, export, spec, capsys):
     reference = SelfTest.load(tested_export("llama", spec("dms")))
     short = SelfTest(
-        input_ids=reference.input_ids[:1],
-        decision_logits=reference.decision_logits[..., :1],
-        logits=reference.logits[:1],
+        input_ids=reference.input_ids[:2],
+        decision_logits=reference.decision_logits[..., :2],
+        logits=reference.logits[:2],
     )
     assert verify.main([str(export("llama", spec("dms"), selftest=short))]) == 2
-    assert "one token" in capsys.readouterr().err
+    assert "too short" in capsys.readouterr().err
 
 
 def facts(path, capsys):
