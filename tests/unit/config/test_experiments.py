@@ -91,3 +91,15 @@ def row(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_docs_have_the_row(name):
     assert row(name) in DOCS.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["smollm2_135m", "qwen25_coder_0_5b"])
+def test_the_docs_have_the_settings_of_small_models(name):
+    """Window, context, batch and learning rate; one of the files builds on the other."""
+    config = composed(name)
+    (line,) = (x for x in DOCS.read_text().splitlines() if x.startswith(f"| `{name}` |"))
+    window, context, batch, rate = (cell.strip() for cell in line.split("|")[4:8])
+    assert int(window) == config.method.window
+    assert int(context.replace(",", "")) == config.data.seq_length
+    assert int(batch) == config.data.global_batch_size
+    assert float(rate.partition(",")[0]) == config.optim.lr
