@@ -434,7 +434,8 @@ def _generated(
     server, most = prepared.options.model.server, prepared.engine.max_num_seqs
     if server is not None:
         tokenizer = load_tokenizer(prepared.directory)
-        for generated in ChainServer(server, key).generate(tokenizer, missing, most):
+        chains = ChainServer(server, key, prepared.directory)
+        for generated in chains.generate(tokenizer, missing, most):
             yield generated, None
         return
     engine = InferenceEngine(prepared.directory, prepared.engine)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from dms_train.evaluation.errors import EvaluationError
@@ -30,12 +31,13 @@ class ChainServer:
     Args:
         address: Address of the API, such as `http://127.0.0.1:8000/v1`.
         key: Key that requests carry; None for none.
+        directory: Directory of the model that the server should have.
 
     Raises:
-        EvaluationError: The server cannot be reached or lists no model.
+        EvaluationError: The server cannot be reached, lists no model, or another directory.
     """
 
-    def __init__(self, address: str, key: str | None) -> None:
+    def __init__(self, address: str, key: str | None, directory: Path) -> None:
         self._address = address.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
@@ -46,6 +48,7 @@ class ChainServer:
                 raise EvaluationError(f"{self._address}/models: lists no model; start one there")
             self._model: str = listed[0]["id"]
             self._longest: int | None = listed[0].get("max_model_len")
+            self._require_model(listed[0], directory)
 
     def generate(
         self, tokenizer: Tokenizer, documents: Sequence[PromptedDocument], max_num_seqs: int
@@ -86,6 +89,17 @@ class ChainServer:
                     )
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _require_model(self, listed: dict[str, Any], directory: Path) -> None:
+        """Refuse another directory of this machine; other names tell nothing."""
+        for name in (listed.get("root"), listed["id"]):  # vLLM states a path as `root`
+            if name is not None and Path(name).is_dir():
+                if not Path(name).samefile(directory):
+                    raise EvaluationError(
+                        f"model.path={directory}: {self._address} serves {name}; correct "
+                        "model.path or model.server"
+                    )
+                return
 
     def _require_room(self, document: PromptedDocument, prompt_tokens: int) -> None:
         if self._longest is not None and prompt_tokens >= self._longest:

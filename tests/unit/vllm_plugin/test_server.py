@@ -185,7 +185,9 @@ def test_dms_eval_gets_the_chains_of_the_own_engine(server: Server) -> None:
         )
         for number, prompt in enumerate(prompts)
     ]
-    chains = ChainServer(f"{server.url}/v1", None).generate(tokenizer, documents, 2)
+    chains = ChainServer(f"{server.url}/v1", None, Path(server.model)).generate(
+        tokenizer, documents, 2
+    )
     found = {chain.prompted.prompt: chain for chain in chains}
     assert set(found) == set(prompts)
     for output in LLM(server.model, dtype="float32").generate(prompts, params):

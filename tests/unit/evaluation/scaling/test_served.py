@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -128,7 +129,9 @@ def test_documents_before_an_error_are_kept_and_the_run_continues(
     assert len(asked) >= SHEETS + 1
 
 
-def test_what_a_server_does_not_say_is_one_line(words: list[str], tmp_path: Path) -> None:
+def test_what_a_server_does_not_say_is_one_line(
+    words: list[str], model: Path, tmp_path: Path
+) -> None:
     def refused(listed: Any, match: str) -> None:
         with (
             listening(lambda path, body: (200, listed)) as url,
@@ -139,6 +142,11 @@ def test_what_a_server_does_not_say_is_one_line(words: list[str], tmp_path: Path
     refused({"data": []}, "lists no model")
     for listed in ({}, {"data": [{}]}, [1], {"data": [{"id": "m"}]}):
         refused(listed, r"not an answer of OpenAI's API; correct model\.server")
+    other = re.escape(f"serves {tmp_path}; correct model.path or model.server")
+    for listed in ({"id": str(tmp_path)}, {"id": "m", "root": str(tmp_path)}):
+        refused({"data": [listed]}, other)
+    known = {"id": str(tmp_path), "root": str(model), "max_model_len": 100}
+    refused({"data": [known]}, "takes 100 with the answer")
     short = {"data": [{"id": "m", "max_model_len": 100}]}
     refused(short, r"prompt has \d+ tokens, and http.* takes 100 with the answer")
     with pytest.raises(EvaluationError, match=r"no answer .*correct model\.server"):
