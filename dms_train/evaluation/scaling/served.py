@@ -93,7 +93,7 @@ class ChainServer:
     def _require_model(self, listed: dict[str, Any], directory: Path) -> None:
         """Refuse another directory of this machine; other names tell nothing."""
         for name in (listed.get("root"), listed["id"]):  # vLLM states a path as `root`
-            if name is not None and Path(name).is_dir():
+            if name and Path(name).is_dir():
                 if not Path(name).samefile(directory):
                     raise EvaluationError(
                         f"model.path={directory}: {self._address} serves {name}; correct "
