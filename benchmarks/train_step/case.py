@@ -71,6 +71,7 @@ def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
         num_layers_in_last_pipeline_stage=layout.last,
         sequence_parallel=layout.sp,
         tp_comm_overlap=layout.overlap,
+        fp8=case.fp8,
         params_dtype="bf16" if device.type == "cuda" else "fp32",
         recompute_granularity="selective" if mlp else case.recompute,
         recompute_modules=("mlp" if mlp else "core_attn",),

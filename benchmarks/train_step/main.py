@@ -2,7 +2,7 @@
 
     python -m benchmarks train_step [--shapes qwen2.5-1.5b] [--cases ours:lm,ours:distill,ours:dms]
         [--layouts dp1,tp2_sp,dp2] [--layers local,transformer_engine] [--peer-layers ...]
-        [--cuda-graph auto] [--train lora] [--offload-teacher] [--profile]
+        [--cuda-graph auto] [--train lora] [--offload-teacher] [--fp8] [--profile]
 
 Every case runs in a separate process (or in torchrun, if the layout takes several GPUs) with the
 settings of `launch/env.sh`. Earlier rows of the record are kept unless they are measured again.
@@ -52,6 +52,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--cuda-graph", choices=CUDA_GRAPH, default="auto", help="parallel.cuda_graph of ours")
     add("--train", choices=TRAINED_WEIGHTS, default="all", help="method.train of ours (all)")
     add("--offload-teacher", action="store_true", help="teacher.offload of ours")
+    add("--fp8", action="store_true", help="parallel.fp8 of ours")
     add("--microbatches", type=int, default=1, help="of each data-parallel rank (%(default)s)")
     add("--steps", type=int, default=10, help="(%(default)s)")
     add("--profile", action="store_true", help="kernels of one further step")
@@ -93,6 +94,7 @@ def cases(args: Args) -> Iterator[Case]:
                         cuda_graph=args.cuda_graph,
                         trains=args.train if subject == "ours" else "all",
                         offloads=args.offload_teacher and subject == "ours",
+                        fp8=args.fp8 and subject == "ours",
                         steps=args.steps,
                         profile=args.profile,
                     )

@@ -170,6 +170,7 @@ class Case:
         cuda_graph: `parallel.cuda_graph` of ours; the peer has none.
         trains: `method.train` of ours; the peer trains all weights.
         offloads: `teacher.offload` of ours.
+        fp8: `parallel.fp8` of ours; the peer computes in bf16.
         warmup: Steps before those that are measured.
         profile: True to profile the kernels of a further step.
     """
@@ -184,6 +185,7 @@ class Case:
     cuda_graph: str = "auto"
     trains: str = "all"
     offloads: bool = False
+    fp8: bool = False
     warmup: int = 3
     steps: int = 10
     profile: bool = False
@@ -216,7 +218,8 @@ class Case:
         graph = ", eager" if self.subject == "ours" and self.cuda_graph == "never" else ""
         trains = "" if self.trains == "all" else f", train={self.trains}"
         offloads = ", teacher offloaded" * self.offloads
-        return f"{subject} ({self.layers}{graph}{trains}{offloads}): {_LABELS[self.kind]}"
+        how = f"{self.layers}{', FP8' * self.fp8}{graph}{trains}{offloads}"
+        return f"{subject} ({how}): {_LABELS[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON form."""

@@ -131,7 +131,10 @@ def trace(
     shards = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     counted: dict[tuple[int, ...], _Recorder] = {}
     even = replace(
-        parallel, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
+        parallel,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        fp8=False,  # needs a GPU
     )
     with _one_process(world_size, stage * (world_size // pp)):
         for layers in product(*_small_chunks(architecture)):

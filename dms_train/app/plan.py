@@ -120,6 +120,7 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
         f"{p.params_dtype}, {layers}{f' in {chunks} chunks' if chunks > 1 else ''}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
         f"{', overlapped' if p.tp_comm_overlap else ''}"
+        f"{', MLP and output projection in FP8' if p.fp8 else ''}"
         f"{_recompute(p)}"
     )
     yield (

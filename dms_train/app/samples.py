@@ -19,6 +19,7 @@ from dms_train.data.batches import Batch, BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.options import FP8_MULTIPLE
 from dms_train.training.options import TEACHER_LOGITS
 
 _SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
@@ -100,6 +101,7 @@ def beginning(batches: list[Batch], tokens: int, view: ParallelView) -> list[Bat
 
 
 def _shortened(batch: Batch, tokens: int, shards: int) -> Batch:
-    """Return up to `tokens` positions, in a length that `shards` divides."""
-    length = min(batch.tokens.shape[1], tokens - tokens % shards)
-    return batch.first(tokens // length, length)
+    """Return about `tokens` positions, in a length that FP8 products of each shard can have."""
+    multiple = shards * FP8_MULTIPLE
+    length = min(batch.tokens.shape[1], max(multiple, tokens - tokens % multiple))
+    return batch.first(max(1, tokens // length), length)

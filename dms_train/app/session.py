@@ -165,6 +165,7 @@ def _announce_kernels(config: RunConfig) -> None:
         device,
         adapts=config.trainable.adapts,
         overlaps=config.parallel.tp_comm_overlap,
+        fp8=config.parallel.fp8,
     )
     if config.parallel.cuda_graph == "always":
         graph.require_gpu(device)

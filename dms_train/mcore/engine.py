@@ -23,7 +23,7 @@ from dms_train.mcore.checkpoints.saving import CheckpointSaver
 from dms_train.mcore.checkpoints.state import ADAPTERS
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.layers import adapters, fusions, retention
+from dms_train.mcore.layers import adapters, fp8, fusions, retention
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.model import gathering, low_rank, mapping, sharing, stored, weights
@@ -101,6 +101,7 @@ class McoreEngine:
             fused=fused,
             adapts=options.trainable.adapts,
             overlaps=options.parallel.tp_comm_overlap,
+            fp8=options.parallel.fp8,
         )
         self._config = transformer_config(architecture, options.parallel)
         self._graph = self._choose_graph(fused=fused)
@@ -438,7 +439,7 @@ class McoreEngine:
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""
         self._method.set_plan(plan)
-        with self._merged():  # as the export computes
+        with self._merged(), fp8.paused(self._models):  # as the export computes
             return record(self._models, self._chunks, tokens, self._config, self.view)
 
     def hf_shards(

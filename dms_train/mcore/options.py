@@ -24,6 +24,9 @@ LORA_TARGETS = ("q", "k", "v", "o")
 OFFLOAD_SLOTS = 2
 # Number of bf16 addends that hold an fp32 value exactly.
 EXACT_PARTS = 3
+# Compute capability from which a GPU has FP8 products, and the multiple that their sizes must be.
+FP8_CAPABILITY = (8, 9)
+FP8_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class ParallelOptions:
         sequence_parallel: Shard norms and residuals over tokens within the tensor-parallel group.
         tp_comm_overlap: Overlap the tensor-parallel communication of linear layers with their
             products; needs sequence parallelism and GPUs that read one another's memory.
+        fp8: Run the products of MLPs and the output projections of attention in FP8, with
+            Transformer Engine's layers; see `mcore.layers.fp8`.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (`recompute_modules`) or `full` (whole layers).
         recompute_modules: Modules of a layer that `selective` recomputes: `core_attn` (attention
@@ -69,6 +74,7 @@ class ParallelOptions:
     expert_model_parallel_size: Annotated[int, AtLeast(1)] = 1
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
+    fp8: bool = False
     params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
     recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
@@ -79,12 +85,29 @@ class ParallelOptions:
     distributed_timeout_minutes: Annotated[float, Positive()] = 10.0
 
     def check(self, path: str) -> Iterator[str]:
-        """Yield one line if `recompute_modules` names unknown modules, or nothing reads it."""
+        """Yield a line for each option that another one does not allow."""
         modules = f"{path}.recompute_modules=[{', '.join(self.recompute_modules)}]"
         if not self.recompute_modules or set(self.recompute_modules) - set(RECOMPUTE_MODULES):
             yield f"{modules}: name one or both of {', '.join(RECOMPUTE_MODULES)}"
         elif self.recompute_granularity != "selective" and self.recompute_modules != ("core_attn",):
             yield f"{modules}: needs {path}.recompute_granularity=selective; set that too"
+        if self.fp8:
+            yield from self._fp8_obstacles(path)
+
+    def _fp8_obstacles(self, path: str) -> Iterator[str]:
+        where = f"{path}.fp8=true"
+        if self.params_dtype != "bf16":
+            yield f"{where}: needs {path}.params_dtype=bf16; set that too"
+        if self.layers == "local":
+            yield (
+                f"{where}: {path}.layers=local has no FP8 products; use "
+                f"{path}.layers=transformer_engine"
+            )
+        if self.tp_comm_overlap:
+            yield (
+                f"{where}: {path}.tp_comm_overlap=true runs megatron-core's own layers, which have "
+                "no FP8 products; set one of them to false"
+            )
 
     @property
     def ranks_per_copy(self) -> int:
@@ -150,6 +173,8 @@ class ParallelOptions:
             yield "a mixture of experts counts the tokens of each on the host; use auto"
         if linear:
             yield "layers with linear attention are not captured; use auto"
+        if self.fp8:
+            yield "FP8 products (parallel.fp8=true) are not captured; use auto"
         if self.recompute_granularity is not None:
             yield (
                 f"parallel.recompute_granularity={self.recompute_granularity} reads random states "

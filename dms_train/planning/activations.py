@@ -19,6 +19,7 @@ from dms_train.mcore.options import (
     Trainable,
 )
 from dms_train.method.base import LayerSizes, MethodOptions
+from dms_train.planning import fp8
 from dms_train.planning.trained import adapters
 
 _FP32 = 4
@@ -180,7 +181,7 @@ def _centered(m: Microbatch, channels: int, numbers: int) -> int:
 def _outer_norms(m: Microbatch) -> int:
     """Return the bytes that the norms before attention and MLP keep."""
     # inputs of both, and outputs where a weight that trains reads them
-    norms = (3 + m.trains_all) * m.residual + 2 * norm_statistics(m)
+    norms = 3 * m.residual + m.trains_all * _multiplied(m, m.residual) + 2 * norm_statistics(m)
     return norms + 2 * _centered(m, m.architecture.hidden_size, m.residual // m.width)
 
 
@@ -229,7 +230,24 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
 def mlp_kept(m: Microbatch) -> int:
     """Return the bytes that an MLP, or a mixture of experts, keeps besides its input."""
     # their product is kept for the gradient of the weights alone
-    return (_halves(m) + m.trains_all) * m.mlp_half + _routing(m)
+    product = m.trains_all * _multiplied(m, m.mlp_half)
+    copies = _copied(m, fp8.mlp_weights(m.architecture))
+    return _halves(m) * m.mlp_half + product + _routing(m) + copies
+
+
+def _multiplied(m: Microbatch, size: int) -> int:
+    """Return the bytes of a tensor that is kept as the input of an MLP's or output's product.
+
+    Args:
+        m: The microbatch.
+        size: Bytes in the precision of the weights, of which FP8 has half.
+    """
+    return size // 2 if m.parallel.fp8 else size
+
+
+def _copied(m: Microbatch, weights: int) -> int:
+    """Return the bytes of the FP8 copies of weights that a rank keeps for its backward pass."""
+    return weights // m.tp * fp8.WEIGHT_BYTES if m.parallel.fp8 else 0
 
 
 def _halves(m: Microbatch) -> int:
@@ -264,13 +282,14 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         fused=m.fused,
     )
     decisions = m.method.kept_bytes(sizes)
-    attention = attention_kernel(m) + _exchanged(m) + _gated(m)
+    attention = attention_kernel(m) + _exchanged(m) + _gated(m) + _cast_output(m)
     if recompute == "selective" and m.parallel.recomputes("core_attn"):
         # the output, and log(1 - alpha) by key
-        attention = m.query + m.attended_tokens * groups * _FP32 + _gated(m)
+        attention = m.query + m.attended_tokens * groups * _FP32 + _gated(m) + _cast_output(m)
     mlp = mlp_kept(m)
     if recompute == "selective" and m.parallel.recomputes("mlp"):
         mlp = 0 if m.trains_all else m.residual  # its input, which `norms` counts if all train
+    attention += _copied(m, fp8.output_weights(m.architecture))
     projected = _projected(m, recompute) + _adapted(m)
     return norms + projected + tables + decisions + attention + mlp
 
@@ -282,13 +301,20 @@ def _trains_output(m: Microbatch) -> bool:
 
 def _exchanged(m: Microbatch) -> int:
     """Return the bytes of the output of attention as context-parallel ranks have exchanged it."""
-    return m.query * (m.cp > 1 and _trains_output(m))
+    return _multiplied(m, m.query) * (m.cp > 1 and _trains_output(m))
+
+
+def _cast_output(m: Microbatch) -> int:
+    """Return the bytes of the output of attention in FP8, beside what the kernel keeps of it."""
+    is_plain = m.cp == 1 and not m.architecture.described.output_gate
+    return _multiplied(m, m.query) * (m.parallel.fp8 and is_plain and _trains_output(m))
 
 
 def _gated(m: Microbatch) -> int:
     """Return the bytes of the factors on the output of attention, and of their product."""
     is_kept = m.cp == 1 and _trains_output(m)  # otherwise it is exchanged
-    return m.query * (1 + is_kept) * m.architecture.described.output_gate
+    kept = m.query + is_kept * _multiplied(m, m.query)
+    return kept * m.architecture.described.output_gate
 
 
 def _adapted(m: Microbatch) -> int:
@@ -341,7 +367,8 @@ def linear_layer(m: Microbatch, recompute: str | None) -> int:
     norms = _outer_norms(m)
     rows = linear.key_heads * sum(linear.group_rows)
     projected = m.tokens * rows // m.tp * m.width
-    mixed = m.tokens * linear.values // m.tp * m.width * m.trains_all
+    mixed = _multiplied(m, m.tokens * linear.values // m.tp * m.width) * m.trains_all
+    mixed += _copied(m, fp8.linear_output_weights(m.architecture))
     mlp = mlp_kept(m)
     if recompute == "selective" and m.parallel.recomputes("mlp"):
         mlp = 0 if m.trains_all else m.residual
@@ -411,6 +438,7 @@ def forward_workspace(m: Microbatch) -> int:
     if not m.distills and p.recompute_granularity != "full" and not p.recomputes("mlp"):
         return 0
     mlp = (_halves(m) + 1) * m.mlp_half + 2 * m.residual + m.gathered
+    mlp += _copied(m, fp8.mlp_weights(m.architecture))
     return max(mlp + _ROUTED_FORWARD * m.routed, _mixing(m, backward=False))
 
 

@@ -43,6 +43,7 @@ def check(
         *check_ranges(config, architecture),
         *_gpu_name(config),
         *_adapters(config),
+        *(_fp8(config, architecture) if config.parallel.fp8 else ()),
         *_stages(config),
     ]
     if not problems:
@@ -79,6 +80,22 @@ def _adapters(config: RunConfig) -> Iterator[str]:
             f"parallel.layers=transformer_engine: the adapters of method.train={train} read norms "
             "that Transformer Engine does not return; use parallel.layers=auto"
         )
+
+
+def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    """Yield one line for everything that has no FP8 products."""
+    where, gpu = "parallel.fp8=true", GPUS.get(config.cluster.gpu or "")
+    if config.trainable.adapts:
+        yield (
+            f"{where}: method.train={config.method.train} runs megatron-core's own layers, which "
+            "have no FP8 products; set it to false"
+        )
+    if architecture.experts is not None:
+        yield f"{where}: experts have no FP8 products; set it to false"
+    if TEACHER_LOGITS in config.stage.run:
+        yield f"{where}: teacher_logits stores what bf16 products compute; set it to false"
+    if gpu is not None and not gpu.has_fp8:
+        yield f"{where}: {gpu.label} has no FP8 products; set it to false"
 
 
 def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.options import FP8_MULTIPLE, VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.planning.trained import trained_layers
 
 
@@ -41,10 +41,35 @@ def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]
         kind = "context" if parallel.context_parallel_size > 1 else "sequence"
         where = f"data.seq_length={length}"
         yield f"{where}: {kind} parallelism needs a multiple of {shards}; change it"
+    elif parallel.fp8:
+        yield from _split_fp8(config, architecture, shards)
     yield from _split_heads(parallel, architecture)
     uneven = list(_split_layers(parallel, architecture.num_layers))
     yield from uneven or _trains_every_stage(config, architecture)
     yield from _split_experts(parallel, architecture)
+
+
+def _split_fp8(config: RunConfig, a: Architecture, shards: int) -> Iterator[str]:
+    """Yield the sizes of FP8 products on a rank that are no multiple of `FP8_MULTIPLE`."""
+    tp, length = config.parallel.tensor_model_parallel_size, config.data.seq_length
+    if length % (shards * FP8_MULTIPLE):
+        yield (
+            f"data.seq_length={length}: FP8 products (parallel.fp8=true) need a multiple of "
+            f"{shards * FP8_MULTIPLE}, {FP8_MULTIPLE} tokens on each rank; change it"
+        )
+    sizes = {
+        "hidden_size": a.hidden_size,
+        "ffn_hidden_size": a.ffn_hidden_size / tp,
+        "num_attention_heads x kv_channels": a.num_attention_heads * a.kv_channels / tp,
+        "channels of linear attention": 0 if a.linear is None else a.linear.values / tp,
+    }
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            yield (
+                f"parallel.fp8=true: the model's {name} on a tensor-parallel rank is {size:g}, and "
+                f"FP8 products need a multiple of {FP8_MULTIPLE}; use a smaller "
+                "parallel.tensor_model_parallel_size, or set it to false"
+            )
 
 
 def _trains_every_stage(config: RunConfig, architecture: Architecture) -> Iterator[str]:

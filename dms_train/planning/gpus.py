@@ -24,6 +24,7 @@ class Gpu(NamedTuple):
         link_gbs: Bandwidth to the GPUs of its node, 10^9 bytes a second in each direction.
         network_gbs: Bandwidth to other nodes, one adapter of 400 (A100: 200) Gbit/s for each GPU.
         host_gbs: Bandwidth of copies from pinned host memory, 80 % of PCIe 5 x16 (A100: PCIe 4).
+        has_fp8: Whether it has FP8 products.
     """
 
     label: str
@@ -33,6 +34,7 @@ class Gpu(NamedTuple):
     link_gbs: float
     network_gbs: float
     host_gbs: float
+    has_fp8: bool = True
 
     @property
     def memory(self) -> int:
@@ -41,8 +43,8 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "a100_40gb": Gpu("A100 SXM 40 GB", 39.4, 312, 1.555, 300, 25, 25),
-    "a100_80gb": Gpu("A100 SXM 80 GB", 79.1, 312, 2.039, 300, 25, 25),
+    "a100_40gb": Gpu("A100 SXM 40 GB", 39.4, 312, 1.555, 300, 25, 25, has_fp8=False),
+    "a100_80gb": Gpu("A100 SXM 80 GB", 79.1, 312, 2.039, 300, 25, 25, has_fp8=False),
     "h100": Gpu("H100 SXM 80 GB", 79.1, 989, 3.35, 450, 50, 50),
     "h200": Gpu("H200 SXM 141 GB", 139.7, 989, 4.8, 450, 50, 50),
 }

@@ -3,7 +3,8 @@
 Every term is an amount of work divided by a speed: the data sheet's value times a measured share.
 The terms are added. Overlap is part of the measured shares, except for `parallel.tp_comm_overlap`:
 the time of a transfer is then reduced by the time of the products that run during it. Of the copies
-of an offloaded teacher, the time that is longer than the forward passes counts.
+of an offloaded teacher, the time that is longer than the forward passes counts. Products in FP8
+count as fewer operations, in proportion to their assumed speed (`planning.fp8`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from dms_train.planning import activations
+from dms_train.planning import activations, fp8
 from dms_train.planning.activations import Microbatch
 from dms_train.planning.flops import mean_keys, trained_products
 from dms_train.planning.gpus import Calibration, Gpu
@@ -61,7 +62,7 @@ class Work:
     """Work of one process in one step, independent of any speed.
 
     Attributes:
-        matmul_flops: Operations of matrix products.
+        matmul_flops: Operations of matrix products; in FP8, those that take as long in bf16.
         attention_flops: Operations of attention.
         traffic_bytes: Bytes that layers keep, once for every pass.
         update_bytes: Bytes that the optimizer reads and writes.
@@ -165,6 +166,8 @@ def work_of(stage: PipelineStage) -> Work:
     # forward passes, gradients of inputs, and of weights where they train
     matmul = products * (forwards + 1) + 2 * trained_products(a, m.trainable, layers) / m.tp
     matmul += 2 * layers * mlp_products(a) / m.tp * m.parallel.recomputes("mlp")
+    saved = _fp8_saved(m)
+    matmul -= layers * (saved.mlp * _mlp_passes(m) + saved.output * _attention_passes(m))
     matmul += 2 * stage.adapters * (forwards - m.distills + 2)
     matmul = m.tokens * (matmul + head * (2 + m.trains_all + m.distills))
     attention = layers * 4 * a.num_attention_heads / m.tp * a.kv_channels
@@ -182,9 +185,34 @@ def work_of(stage: PipelineStage) -> Work:
         network_bytes=network,
         overlaps=_overlaps(stage),
         offload=Offload(
-            count * stage.host_bytes, count * 2 * m.tokens * products, count * 2 * attention
+            count * stage.host_bytes,
+            count * 2 * m.tokens * (products - layers * (saved.mlp + saved.output)),
+            count * 2 * attention,
         ),
     )
+
+
+class _Saved(NamedTuple):
+    """Operations of a token and layer whose time FP8 saves, in one pass."""
+
+    mlp: float
+    output: float
+
+
+def _fp8_saved(m: Microbatch) -> _Saved:
+    a = m.architecture
+    share = (1 - 1 / fp8.SPEEDUP) * m.parallel.fp8 * 2 / m.tp
+    return _Saved(share * fp8.mlp_weights(a), share * fp8.mean_output_weights(a))
+
+
+def _mlp_passes(m: Microbatch) -> int:
+    """Count how often a step multiplies with the weights of an MLP."""
+    return _forwards(m) + 1 + m.trains_all + m.parallel.recomputes("mlp")
+
+
+def _attention_passes(m: Microbatch) -> int:
+    """Count how often a step multiplies with the weights of attention."""
+    return _forwards(m) + 1 + (m.trainable.weights in ("all", "attention"))
 
 
 def _communication(stage: PipelineStage) -> tuple[float, float]:
@@ -288,11 +316,9 @@ def _overlaps(stage: PipelineStage) -> tuple[Overlap, ...]:
     if not m.parallel.tp_comm_overlap or m.tp > _GPUS_PER_NODE:
         return ()
     layers = stage.layers * stage.vp * stage.microbatches
-    attention = _forwards(m) + 1 + (m.trainable.weights in ("all", "attention"))
-    mlp = _forwards(m) + 1 + (m.trainable.weights == "all") + m.parallel.recomputes("mlp")
     blocks = (
-        (_attention_parts(m), attention * attention_weights(a)),
-        (_mlp_parts(m), mlp * mlp_products(a)),
+        (_attention_parts(m), _attention_passes(m) * attention_weights(a)),
+        (_mlp_parts(m), _mlp_passes(m) * mlp_products(a)),
     )
     return tuple(
         Overlap(

@@ -8,7 +8,7 @@ Each variant changes the named settings of the base: the experiment to CR 4 with
 of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` train gates on the
 frozen model for as many steps; `trim-kv` then has a budget at CR 4, and `kvzap` also exports with
 other thresholds, of which each reaches a ratio of its own. `sinks` is the base, but its first four
-tokens stay. `FOLDER/sweep.json` has a row for each measured variant: KL to the original on
+tokens stay. `fp8` and `bf16-layers` need Transformer Engine and differ in FP8 products alone. `FOLDER/sweep.json` has a row for each measured variant: KL to the original on
 held-out text with hard evictions, perplexity of the text of `--held-out`, and the share of needles
 that are found. The same command continues.
 """
@@ -46,6 +46,7 @@ _BASE = (
 )
 _NO_EVICTION = ("stage.zero_neuron.steps=210", "stage.retrofit.target_cr=1")
 _LONG = ("data.seq_length=4096", "data.micro_batch_size=8", "data.global_batch_size=16")
+_LAYERS = ("parallel.layers=transformer_engine", "parallel.cuda_graph=never")
 _FROZEN = ("stage.zero_neuron.steps=1", "stage.hold.steps=119", "optim.lr=3e-4")  # as many steps
 _TRIM_KV = ("method=trim_kv", "method.window=0", "stage.export.format=trim_kv", *_FROZEN)
 _OFFSETS = (3.5, 4, 4.5)  # thresholds of kvzap, whose own is 5
@@ -73,6 +74,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "zeroing-in-240-steps": ("stage.zero_neuron.steps=240",),
     "KL-from-the-student": ("loss.kl_direction=student_teacher",),
     "temperature-2": ("loss.kl_temperature=2",),
+    "bf16-layers": _LAYERS,
+    "fp8": ("parallel.fp8=true", *_LAYERS),
     "sinks": ("stage.run=[export]",),
     "trim-kv": _TRIM_KV,
     "kvzap": _KVZAP,

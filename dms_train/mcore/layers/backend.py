@@ -20,6 +20,7 @@ from dms_train.families import ModelFamily
 from dms_train.kernels.layers.clamped_gate import clamped_swiglu
 from dms_train.mcore.compat import optimizer_parts
 from dms_train.mcore.errors import ModelError
+from dms_train.mcore.layers import fp8 as fp8_products
 from dms_train.mcore.layers.overlap import ColumnLinear, RowLinear
 
 
@@ -106,6 +107,7 @@ class LayerBackend(NamedTuple):
         row: Projection back into the residual stream.
         fuses_norm: Whether `norm_linear` normalises its input.
         norm_name: Package that `norm` comes from.
+        fp8: Whether the products of `row` and of `in_mlp` run in FP8.
     """
 
     name: str
@@ -116,10 +118,16 @@ class LayerBackend(NamedTuple):
     row: type
     fuses_norm: bool
     norm_name: str
+    fp8: bool = False
+
+    def in_mlp(self, projection: type) -> type:
+        """Return the class of a projection out of the residual stream that an MLP uses."""
+        return fp8_products.in_fp8(projection) if self.fp8 else projection
 
     def describe(self, optimizer: Any) -> str:
         """Return one line for the log; the optimizer is Megatron's, or None."""
         text = f"{self.name} ({self.reason}), norms by {self.norm_name}"
+        text += ", MLP and output projection in FP8" * self.fp8
         if optimizer is None:
             return text
         # Megatron takes the optimizer from any importable package, independent of the layers
@@ -134,6 +142,7 @@ def choose(
     fused: bool = False,
     adapts: bool = False,
     overlaps: bool = False,
+    fp8: bool = False,
 ) -> LayerBackend:
     """Choose the layers that a configured name stands for on a device.
 
@@ -146,11 +155,14 @@ def choose(
         adapts: Whether the projections of attention have adapters (`mcore.layers.adapters`), which
             read the output of the norm.
         overlaps: `parallel.tp_comm_overlap` (`mcore.layers.overlap`).
+        fp8: `parallel.fp8` (`mcore.layers.fp8`).
 
     Raises:
-        ModelError: Transformer Engine is configured and cannot run.
+        ModelError: Transformer Engine or FP8 is configured and cannot run.
     """
     missing = _missing(device, adapts, overlaps)
+    if fp8:
+        _require_fp8(wanted, device, missing)
     if wanted == "transformer_engine" and missing:
         raise ModelError(f"parallel.layers=transformer_engine: {missing}; use parallel.layers=auto")
     norm, norm_name = (FusedRMSNorm, "triton") if fused else (RMSNorm, "torch")
@@ -171,10 +183,20 @@ def choose(
         norm=norm,
         norm_linear=te.TELayerNormColumnParallelLinear,
         linear=te.TEColumnParallelLinear,
-        row=te.TERowParallelLinear,
+        row=fp8_products.in_fp8(te.TERowParallelLinear) if fp8 else te.TERowParallelLinear,
         fuses_norm=True,
         norm_name=f"transformer_engine and {norm_name}",
+        fp8=fp8,
     )
+
+
+def _require_fp8(wanted: str, device: torch.device, missing: str) -> None:
+    """Raise ModelError if the layers that a name stands for have no FP8 products."""
+    reason = f"{missing}; set it to false" if missing else ""
+    if wanted == "local":
+        reason = "parallel.layers=local has no FP8 products; use transformer_engine"
+    if reason := reason or fp8_products.missing(device):
+        raise ModelError(f"parallel.fp8=true: {reason}")
 
 
 def _missing(device: torch.device, adapts: bool, overlaps: bool) -> str:

@@ -46,7 +46,7 @@ PLAIN_NAMES = {
 
 def _mlp(method: MethodState, layer_backend: LayerBackend, projection: type) -> ModuleSpec:
     submodules = MLPSubmodules(
-        linear_fc1=projection,
+        linear_fc1=layer_backend.in_mlp(projection),
         activation_func=FusedGate if method.fused else None,
         linear_fc2=layer_backend.row,
     )

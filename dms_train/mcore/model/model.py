@@ -122,6 +122,8 @@ def _layout(options: ParallelOptions) -> dict[str, Any]:
         # batched, they would be mixed up without an error.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        # Transformer Engine casts weights to FP8 in every pass and keeps no copy between passes
+        "disable_parameter_transpose_cache": options.fp8,
         "recompute_modules": list(options.recompute_modules),
         "recompute_method": "uniform" if full else None,
         "recompute_num_layers": options.recompute_num_layers if full else None,
