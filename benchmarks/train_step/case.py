@@ -76,6 +76,7 @@ def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
         recompute_granularity="selective" if mlp else case.recompute,
         recompute_modules=("mlp" if mlp else "core_attn",),
         cuda_graph=case.cuda_graph,
+        layers=case.layers,
     )
 
 

@@ -57,7 +57,8 @@ def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     for text, seconds in times.items():
         case = Case.from_dict({**json.loads(text), "kind": "lm"})
         eager = ", eager" if case.cuda_graph == "never" else ""
-        where = f"{case.shape} {case.layout.label} ({case.layers}{eager})"
+        how = f"{case.layers}{', FP8' * case.fp8}{eager}"
+        where = f"{case.shape} {case.layout.label} ({how})"
         for over, under in (("dmc", "dms"), ("dms", "distill"), ("distill", "lm")):
             if over in seconds and under in seconds:
                 yield f"{where}: {over} / {under} = {seconds[over] / seconds[under]:.3f}"

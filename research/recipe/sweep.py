@@ -8,9 +8,10 @@ Each variant changes the named settings of the base: the experiment to CR 4 with
 of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` train gates on the
 frozen model for as many steps; `trim-kv` then has a budget at CR 4, and `kvzap` also exports with
 other thresholds, of which each reaches a ratio of its own. `sinks` is the base, but its first four
-tokens stay. `fp8` and `bf16-layers` need Transformer Engine and differ in FP8 products alone. `FOLDER/sweep.json` has a row for each measured variant: KL to the original on
-held-out text with hard evictions, perplexity of the text of `--held-out`, and the share of needles
-that are found. The same command continues.
+tokens stay. `fp8` and `bf16-layers` need Transformer Engine and differ in FP8 products alone.
+`FOLDER/sweep.json` has a row for each measured variant: KL to the original on held-out text with
+hard evictions, perplexity of the text of `--held-out`, and the share of needles that are found. The
+same command continues.
 """
 
 from __future__ import annotations

@@ -28,17 +28,19 @@ from tests.support import tiny
 LR = 1e-3
 
 
-def build(layers: str, family: str, view: Any = None, dtype: str = "fp32") -> McoreEngine:
-    parallel = ParallelOptions(layers=layers, params_dtype=dtype)
+def build(
+    layers: str, family: str, view: Any = None, dtype: str = "fp32", **options: Any
+) -> McoreEngine:
+    parallel = ParallelOptions(layers=layers, params_dtype=dtype, **options)
     view = view or groups.start(parallel, seed=1)
     # sizes that the fused products take
     architecture = tiny.architecture(
         family, num_layers=2, hidden_size=64, ffn_hidden_size=96, kv_channels=16
     )
     spec = PRESETS["dms"].override(window=4, alpha_offset=0.5)
-    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=LR), seed=7)
+    settings = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=LR), seed=7)
     weights = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002)
-    engine = McoreEngine(architecture, spec, view, options, weights)
+    engine = McoreEngine(architecture, spec, view, settings, weights)
     rate = LearningRate(max_lr=LR, min_lr=LR, steps=9, warmup_steps=0, style="constant")
     engine.begin_stage(rate)
     return engine

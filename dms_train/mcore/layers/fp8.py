@@ -75,6 +75,5 @@ def _autocast() -> Any:
 
 @functools.cache
 def _recipe() -> Any:
-    from transformer_engine.common.recipe import Float8CurrentScaling, Format
-
-    return Float8CurrentScaling(fp8_format=Format.HYBRID)
+    recipe = te.te.common.recipe
+    return recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID)

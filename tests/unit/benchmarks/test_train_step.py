@@ -46,6 +46,14 @@ def test_layouts_are_named_by_their_words(text: str) -> None:
     assert Case.from_dict(case(layout=layout).to_dict()).layout == layout
 
 
+def test_a_case_sets_layers_and_fp8_and_names_them() -> None:
+    chosen = case(layers="transformer_engine", fp8=True)
+    assert chosen.label == "ours (transformer_engine, FP8): teacher + KL"
+    assert Case.from_dict(chosen.to_dict()) == chosen
+    options = parallel_options(chosen, torch.device("cuda"))
+    assert (options.layers, options.fp8) == ("transformer_engine", True)
+
+
 def test_an_unknown_word_of_a_layout_is_named() -> None:
     with pytest.raises(ValueError, match="layout tp2_xp3: 'xp3'"):
         parse_layout("tp2_xp3")

@@ -83,7 +83,7 @@ def test_a_folder_without_the_newest_options_is_read_and_resumed(tmp_path) -> No
     config = configs.config(model={"architecture": to_mapping(configs.architecture())})
     values = to_mapping(config)
     del values["teacher"], values["stage"]["teacher_logits"], values["loss"]["kl_temperature"]
-    del values["parallel"]["tp_comm_overlap"], values["data"]["packing"]
+    del values["parallel"]["tp_comm_overlap"], values["parallel"]["fp8"], values["data"]["packing"]
     del values["model"]["architecture"]["partial_rotary_factor"]
     file = tmp_path / CONFIG_FILE
     file.write_text(yaml.safe_dump(values))

@@ -30,6 +30,7 @@ RETROFIT = {"target_cr": 4, "steps_per_cr": 10}
 DMC, DMS = (dataclasses.asdict(PRESETS[name]) for name in ("dmc", "dms"))
 STORES = {"stage__run": ["teacher_logits"], "stage__teacher_logits": {"samples": 16}}
 GRAPH = {"parallel__cuda_graph": "always"}
+FP8 = {"parallel__fp8": True, "parallel__params_dtype": "bf16"}
 TASKS = {"stage__run_tasks": {"tasks": ["exam_sheets"]}}
 
 
@@ -80,6 +81,8 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (2, GRAPH),
         (1, {**GRAPH, "parallel__ddp_bucket_size": 1000}),
         (2, {TP: 2, "parallel__cuda_graph": "auto"}),
+        (1, {**FP8, "method__train": "attention"}),
+        (2, {**FP8, TP: 2, "parallel__sequence_parallel": True, "cluster": {"gpu": "h100"}}),
     ],
 )
 def test_sound_configurations_pass(world_size, changes):
@@ -131,6 +134,23 @@ def test_sound_configurations_pass(world_size, changes):
         ),
         (1, {**GRAPH, "data__packing": True}, "set data.packing=false"),
         (2, {**GRAPH, "parallel__ddp_bucket_size": 1000}, "set parallel.ddp_bucket_size to null"),
+        (1, {**FP8, **GRAPH}, "FP8 products (parallel.fp8=true) are not captured"),
+        (1, {"parallel__fp8": True}, "parallel.fp8=true: needs parallel.params_dtype=bf16"),
+        (1, {**FP8, "parallel__layers": "local"}, "parallel.layers=local has no FP8 products"),
+        (
+            2,
+            {**FP8, TP: 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},
+            "parallel.tp_comm_overlap=true runs megatron-core's own layers",
+        ),
+        (1, {**FP8, "method__train": "lora"}, "parallel.fp8=true: method.train=lora runs"),
+        (1, {**FP8, **STORES}, "parallel.fp8=true: teacher_logits stores"),
+        (1, {**FP8, "cluster": {"gpu": "a100_80gb"}}, "A100 SXM 80 GB has no FP8 products"),
+        (1, {**FP8, "data__seq_length": 56}, "data.seq_length=56: FP8 products"),
+        (
+            2,
+            {**FP8, TP: 2, "parallel__sequence_parallel": True, "data__seq_length": 80},
+            "need a multiple of 32, 16 tokens on each rank",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(world_size, changes, expected):
@@ -373,6 +393,28 @@ def test_layouts_that_do_not_fit_experts(world_size, family, changes, expected):
 def test_layouts_that_do_not_fit_linear_attention(world_size, changes, expected):
     sizes = {"family": "qwen3_5_text", "num_query_groups": 4}
     lines = problems(world_size, sizes, **changes)
+    assert any(expected in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "expected"),
+    [
+        (1, {"hidden_size": 72}, "the model's hidden_size on a tensor-parallel rank is 72"),
+        (
+            2,
+            {"ffn_hidden_size": 112},
+            "the model's ffn_hidden_size on a tensor-parallel rank is 56",
+        ),
+        (
+            1,
+            {"kv_channels": 10},
+            "num_attention_heads x kv_channels on a tensor-parallel rank is 40",
+        ),
+        (1, {"family": "qwen3_moe"}, "parallel.fp8=true: experts have no FP8 products"),
+    ],
+)
+def test_models_without_fp8_products_are_refused(world_size, model, expected):
+    lines = problems(world_size, model, **FP8, **{TP: world_size})
     assert any(expected in line for line in lines)
 
 

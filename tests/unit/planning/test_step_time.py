@@ -11,7 +11,7 @@ import pytest
 from dms_train.families import LayerAttention
 from dms_train.planning.flops import forward_flops_per_token
 from dms_train.planning.gpus import GPUS, calibration
-from dms_train.planning.memory import stages_of
+from dms_train.planning.memory import of_stage, stages_of
 from dms_train.planning.step_time import sent_bytes, step_time, work_of
 from tests.support import configs
 from tests.support.experts import experts_of
@@ -125,6 +125,33 @@ def test_products_hide_what_tp_comm_overlap_transfers():
     hidden = products / 2 / (fast.tflops * 1e12 * c.matmul_efficiency)
     exposed = [step_time(s, slow, c).communication for s in (plain, overlapped)]
     assert exposed[0] - exposed[1] == pytest.approx(hidden)
+
+
+def test_fp8_products_are_faster_and_their_weights_are_kept_twice():
+    """Of 202 million weights of a layer, q, k and v are 50 million and stay in bf16."""
+    plain, cast = (stages(**LM, parallel__fp8=fp8)[0] for fp8 in (False, True))
+    weights = A.num_layers * (4096**2 + 3 * 4096 * 11008)
+    tokens = 64 * 4096
+    saved = work_of(plain).matmul_flops - work_of(cast).matmul_flops
+    assert saved == pytest.approx(3 * 2 * tokens * weights / 3)
+    assert work_of(cast).attention_flops == work_of(plain).attention_flops
+    # the inputs of both products of an MLP have half of the bytes, and those of o a copy
+    microbatch = plain.microbatch.tokens
+    inputs = A.num_layers * microbatch * (4096 + 11008 - 4096)
+    before, after = of_stage(plain), of_stage(cast)
+    assert after.activations - before.activations == 2 * weights - inputs
+    assert after.fixed == before.fixed
+
+
+def test_copies_of_an_fp8_teacher_are_hidden_by_shorter_passes():
+    plain, cast = (
+        work_of(stages(teacher__offload=True, parallel__fp8=fp8)[0]).offload
+        for fp8 in (False, True)
+    )
+    weights = A.num_layers * (4096**2 + 3 * 4096 * 11008)
+    saved = plain.matmul_flops - cast.matmul_flops
+    assert saved == pytest.approx(2 * 2 * 64 * 4096 * weights / 3)
+    assert cast.host_bytes == plain.host_bytes
 
 
 def test_experts_leave_the_node_where_their_ranks_do():

@@ -400,6 +400,9 @@ WIRES: dict[str, Wire] = {
         megatron("tp_comm_overlap"),
         others={"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
     ),
+    "parallel.fp8": Wire(
+        True, layers, "parallel.fp8=true", others={"parallel.params_dtype": "bf16"}
+    ),
     "parallel.params_dtype": Wire(
         "bf16", lambda b: next(b.engine._models[0].parameters()).dtype, torch.bfloat16
     ),
