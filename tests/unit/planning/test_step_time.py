@@ -128,7 +128,7 @@ def test_products_hide_what_tp_comm_overlap_transfers():
 
 
 def test_fp8_products_are_faster_and_their_weights_are_kept_twice():
-    """Of 202 million weights of a layer, q, k and v are 50 million and stay in bf16."""
+    """The projection of q, k and v stays in bf16."""
     plain, cast = (stages(**LM, parallel__fp8=fp8)[0] for fp8 in (False, True))
     weights = A.num_layers * (4096**2 + 3 * 4096 * 11008)
     tokens = 64 * 4096
