@@ -9,7 +9,7 @@ count as fewer operations, in proportion to their assumed speed (`planning.fp8`)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from dms_train.planning import activations, fp8
@@ -173,13 +173,11 @@ def work_of(stage: PipelineStage) -> Work:
     attention = layers * 4 * a.num_attention_heads / m.tp * a.kv_channels
     attention *= m.tokens * mean_keys(a, m.length)
     passes = forwards + m.parallel.recomputes("core_attn") + _ATTENTION_BACKWARD
-    kept = layers * activations.layer(m, None) + activations.head_kept(m) * stage.is_last
-    repeated = layers * activations.mlp_kept(m) * m.parallel.recomputes("mlp")
     links, network = _communication(stage)
     return Work(
         matmul_flops=count * matmul,
         attention_flops=count * attention * passes,
-        traffic_bytes=count * (kept * (forwards + 1) + repeated),
+        traffic_bytes=count * _traffic(stage),
         update_bytes=stage.updated * _UPDATE_BYTES + stage.trained * 2 * 4,
         link_bytes=links,
         network_bytes=network,
@@ -190,6 +188,16 @@ def work_of(stage: PipelineStage) -> Work:
             count * 2 * attention,
         ),
     )
+
+
+def _traffic(stage: PipelineStage) -> int:
+    """Return the bytes that the layers of a process keep of a microbatch, once for every pass."""
+    # `fp8.SPEEDUP` includes the casts
+    parallel = replace(stage.microbatch.parallel, fp8=False)
+    m, layers = replace(stage.microbatch, parallel=parallel), stage.layers * stage.vp
+    kept = layers * activations.layer(m, None) + activations.head_kept(m) * stage.is_last
+    repeated = layers * activations.mlp_kept(m) * m.parallel.recomputes("mlp")
+    return kept * (_forwards(m) + 1) + repeated
 
 
 class _Saved(NamedTuple):

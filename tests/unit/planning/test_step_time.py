@@ -135,6 +135,7 @@ def test_fp8_products_are_faster_and_their_weights_are_kept_twice():
     saved = work_of(plain).matmul_flops - work_of(cast).matmul_flops
     assert saved == pytest.approx(3 * 2 * tokens * weights / 3)
     assert work_of(cast).attention_flops == work_of(plain).attention_flops
+    assert work_of(cast).traffic_bytes == work_of(plain).traffic_bytes
     # the inputs of both products of an MLP have half of the bytes, and those of o a copy
     microbatch = plain.microbatch.tokens
     inputs = A.num_layers * microbatch * (4096 + 11008 - 4096)
