@@ -9,6 +9,9 @@ of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` 
 frozen model for as many steps; `trim-kv` then has a budget at CR 4, and `kvzap` also exports with
 other thresholds, of which each reaches a ratio of its own. `sinks` is the base, but its first four
 tokens stay. `fp8` and `bf16-layers` need Transformer Engine and differ in FP8 products alone.
+`stored-teacher` first stores the 64 most probable tokens of the original, in seven gigabytes, and
+trains on them.
+
 `FOLDER/sweep.json` has a row for each measured variant: KL to the original on held-out text with
 hard evictions, perplexity of the text of `--held-out`, and the share of needles that are found. The
 same command continues.
@@ -27,6 +30,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.records import origin, show
+from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
@@ -45,6 +49,7 @@ _BASE = (
     "stage.hold.steps=60",
     "stage.hold.branch_ratios=null",
 )
+_STEPS = 270  # of the base
 _NO_EVICTION = ("stage.zero_neuron.steps=210", "stage.retrofit.target_cr=1")
 _LONG = ("data.seq_length=4096", "data.micro_batch_size=8", "data.global_batch_size=16")
 _LAYERS = ("parallel.layers=transformer_engine", "parallel.cuda_graph=never")
@@ -78,6 +83,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "bf16-layers": _LAYERS,
     "fp8": ("parallel.fp8=true", *_LAYERS),
     "sinks": ("stage.run=[export]",),
+    "stored-teacher": (),
     "trim-kv": _TRIM_KV,
     "kvzap": _KVZAP,
     **{
@@ -96,6 +102,7 @@ _POLICIES = {  # by variant: options of the measurement of perplexity, and of th
         ("policy=dms", "policy.sinks=4"),
     ),
 }
+_STORED = ("stored-teacher",)
 _SAMPLED = {"text-of-the-model": (0.0, 1.0), "both-texts": (0.5, 0.5)}  # shares: plain, sampled
 _CACHE = "8000000000"  # bytes of a measurement beside a training
 
@@ -139,6 +146,17 @@ class Sweep:
 
 def overrides(sweep: Sweep, name: str) -> list[str]:
     """Return the overrides of a variant's training."""
+    return [
+        *_inputs(sweep, name, "train"),
+        *_BASE,
+        *VARIANTS[name],
+        *([f"run.load={sweep.export(_EXPORTED[name])}"] if name in _EXPORTED else []),
+        *([f"teacher.logits={sweep.folder(name) / 'teacher'}"] if name in _STORED else []),
+    ]
+
+
+def _inputs(sweep: Sweep, name: str, folder: str) -> list[str]:
+    """Return the overrides of a run's experiment, model, text and folder."""
     shares = _SAMPLED.get(name, (1.0, 0.0))
     data = {sweep.plain: shares[0], sweep.sampled: shares[1]}
     used = {path: share for path, share in data.items() if share}
@@ -147,11 +165,19 @@ def overrides(sweep: Sweep, name: str) -> list[str]:
         f"model.path={sweep.model}",
         f"data.paths=[{','.join(map(str, used))}]",
         f"data.weights=[{','.join(map(str, used.values()))}]",
-        f"run.dir={sweep.folder(name) / 'train'}",
+        f"run.dir={sweep.folder(name) / folder}",
         *RECIPES[sweep.name].train,
-        *_BASE,
-        *VARIANTS[name],
-        *([f"run.load={sweep.export(_EXPORTED[name])}"] if name in _EXPORTED else []),
+    ]
+
+
+def _store(sweep: Sweep, name: str) -> list[str]:
+    """Return the overrides of the run that stores the teacher of a variant."""
+    inputs = _inputs(sweep, name, "teacher")
+    samples = _STEPS * compose(inputs).data.global_batch_size
+    return [
+        *inputs,
+        "stage.run=[teacher_logits]",
+        f"stage.teacher_logits.samples={samples}",
     ]
 
 
@@ -161,13 +187,22 @@ def steps(sweep: Sweep) -> list[Step]:
     for name in (*sweep.variants, ORIGINAL):
         trained = name != ORIGINAL
         if trained:
-            words = [*TRAIN, *overrides(sweep, name)]
-            loaded = (_step("train", _EXPORTED[name]),) if name in _EXPORTED else ()
-            made.append(Step(name=_step("train", name), words=partial(list, words), needs=loaded))
+            made.extend(_trainings(sweep, name))
         needs = (_step("train", name),) if trained else ()
         for kind, words in _measurements(sweep, name).items():
             made.append(Step(name=_step(kind, name), words=partial(list, words), needs=needs))
     return made
+
+
+def _trainings(sweep: Sweep, name: str) -> list[Step]:
+    """Return the training of a variant, after the run that stores its teacher, if it reads one."""
+    words = [*TRAIN, *overrides(sweep, name)]
+    if name not in _STORED:
+        needs = (_step("train", _EXPORTED[name]),) if name in _EXPORTED else ()
+        return [Step(name=_step("train", name), words=partial(list, words), needs=needs)]
+    store = Step(name=_step("store", name), words=partial(list, [*TRAIN, *_store(sweep, name)]))
+    train = Step(name=_step("train", name), words=partial(list, words), needs=(store.name,))
+    return [store, train]
 
 
 def _step(kind: str, name: str) -> str:

@@ -54,6 +54,8 @@ def test_every_variant_differs_from_the_base_in_its_settings_only(tmp_path: Path
             named = {"method" if key.startswith("method.") else key for key in named}
         if "offset" in name or name == "sinks":
             named.add("run.load")
+        if name == "stored-teacher":
+            named.add("teacher.logits")
         if "text" in name:
             named = {"data.paths"} | ({"data.weights"} if name == "both-texts" else set())
         assert differing == named, name
@@ -99,6 +101,16 @@ def test_a_threshold_exports_the_trained_scorer(tmp_path: Path) -> None:
     assert exported.needs == ("train_kvzap",)
     assert config.run.load == str(Path(compose(trained.words()[2:]).run.dir) / "exports/final/hf")
     assert (config.method.alpha_offset, list(config.stage.run)) == (3.5, ["export"])
+
+
+def test_a_stored_teacher_has_the_samples_of_the_training(tmp_path: Path) -> None:
+    made = {step.name: step for step in steps(sweep(tmp_path))}
+    store, train = made["store_stored-teacher"], made["train_stored-teacher"]
+    stored, trained = (compose(step.words()[2:]) for step in (store, train))
+    assert train.needs == (store.name,)
+    assert trained.teacher.logits == stored.run.dir
+    assert list(stored.stage.run) == ["teacher_logits"]
+    assert stored.stage.teacher_logits.samples == 270 * trained.data.global_batch_size == 8640
 
 
 def test_only_some_variants_have_options_of_a_policy(tmp_path: Path) -> None:
