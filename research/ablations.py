@@ -70,13 +70,12 @@ def solve_run(run: Path, sheets: list[Document], max_tokens: int, device: str) -
     texts = [until(text, stop) for text, stop in zip(texts, stops, strict=True)]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     valid = [row for row in rows if "eval/cr" in row][-1]
-    tokens = [row["train/tokens"] for row in rows if "train/tokens" in row][-1]
     return {
         "hits": count_correct(sheets, texts),
         "problems": [len(sheet.gold) for sheet in sheets],
         "kl": valid["eval/kl"],
         "cr_factor": valid["eval/cr"],
-        "train_tokens": tokens,
+        "train_tokens": valid["tokens"],
     }
 
 

@@ -10,6 +10,8 @@ import pytest
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from research import ablations
+from research.folders import CONFIG_DIR
+from tests.support import refusals
 from tests.unit.inference import conftest as inference
 
 folder = inference.folder
@@ -25,6 +27,32 @@ def test_masked_greedy_decoding_equals_the_compact_cache(folder) -> None:
     outputs = LLM(path, max_num_seqs=3).generate(PROMPTS, greedy)
     assert ablations.greedy(model, PROMPTS, 40) == [o.outputs[0].token_ids for o in outputs]
     assert outputs[0].kv.cr_factor > 1.3
+
+
+def test_a_finished_run_is_solved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, problems, run = (
+        tmp_path / "data",
+        tmp_path / "problems.jsonl",
+        tmp_path / "runs/train/x/1",
+    )
+    sheets = ["exam-sheets", "--out", str(data), "--sheets", "60", "--document-tokens", "320"]
+    assert refusals.run_here(["data", *sheets, "--n-max", "2"]).code == 0
+    made = ["exam-problems", "--out", str(problems), "--sheets", "2", "--n", "2"]
+    assert refusals.run_here(["data", *made]).code == 0
+    words = [
+        *(str(CONFIG_DIR), "experiment=ablation_train", "method.train=lora", f"run.dir={run}"),
+        *(f"data.paths=[{data}/train]", "data.micro_batch_size=2", "data.global_batch_size=2"),
+        *("stage.zero_neuron.steps=1", "stage.retrofit.steps_per_cr=1", "stage.hold.steps=1"),
+        *("run.eval_samples=2", "observe=quiet"),
+    ]
+    assert refusals.run_here(["train", "--config-dir", *words]).code == 0
+    asked = ["--problems", str(problems), "--max-tokens", "4"]
+    assert ablations.main(["solve", str(tmp_path / "runs"), *asked]) == 0
+    result = json.loads((run / "accuracy.json").read_text())
+    assert result["train_tokens"] == 5 * 2 * 320  # a step to clear, three to anneal, one to hold
+    assert result["problems"] == [2, 2]
+    assert ablations.main(["report", str(tmp_path / "runs"), "--output", str(tmp_path)]) == 0
+    assert "| x | 1 | " in capsys.readouterr().out
 
 
 def write(run: Path, hits: list[int], **values: float) -> None:
