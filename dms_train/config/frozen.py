@@ -29,6 +29,7 @@ _FREE = (
     "data.micro_batch_size",
     "data.cache_dir",
     "teacher.offload",
+    "optim.offload",
 )
 # Keys of configurations that earlier versions stored, and the keys that replaced them.
 _MOVED = {

@@ -7,14 +7,18 @@ from these packages, for which torch has equivalents.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core import utils as megatron_utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -22,6 +26,9 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
+
+from dms_train.mcore.host_adam import HostAdamW, load_groups
+from dms_train.mcore.options import MOMENTS_PIECE
 
 # 0.18 and newer log advice about interfaces that 0.16 lacks.
 for _logger in ("transformer.transformer_layer", "distributed.distributed_data_parallel"):
@@ -56,7 +63,80 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 def _wraps_torch_adam(part: Any) -> bool:
-    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    inner = part.optimizer
+    return isinstance(inner, torch.optim.Adam) and not isinstance(inner, HostAdamW)
+
+
+def _holds_masters(part: Any) -> bool:
+    """Return whether the inner optimizer has the fp32 weights, beside those of the model."""
+    return bool(part.config.use_precision_aware_optimizer)
+
+
+@contextlib.contextmanager
+def host_optimizer(config: Any) -> Iterator[None]:
+    """Let Megatron build `HostAdamW` as its optimizer on the CPU inside the block.
+
+    Args:
+        config: Megatron's. Its own check of these values fails without Transformer Engine.
+    """
+    config.optimizer_cpu_offload = config.use_precision_aware_optimizer = True
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    before = megatron_optimizer.HybridDeviceOptimizer
+    megatron_optimizer.HybridDeviceOptimizer = HostAdamW
+    try:
+        yield
+    finally:
+        megatron_optimizer.HybridDeviceOptimizer = before
+
+
+def adapt_masters(optimizer: Any) -> None:
+    """Complete Megatron's optimizers whose inner optimizer has the fp32 weights.
+
+    Megatron does not set these when other weights are loaded. FusedAdam makes fp32 copies of all
+    bf16 moments at once when it updates, saves or loads.
+    """
+    for part in filter(_holds_masters, optimizer_parts(optimizer)):
+        part._copy_model_params_to_main_params = partial(_reload_masters, part.optimizer)
+        if isinstance(part.optimizer, HostAdamW):
+            continue
+        part.optimizer.step = partial(_step_in_pieces, part.optimizer, part.optimizer.step)
+        part.optimizer.state_dict = partial(torch.optim.Optimizer.state_dict, part.optimizer)
+        part.optimizer.load_state_dict = partial(load_groups, part.optimizer)
+
+
+def _reload_masters(inner: Any, state_dict: None = None) -> None:
+    """Set the fp32 weights that exist to the weights of the model."""
+    del state_dict
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if inner.state.get(parameter):
+                inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def _step_in_pieces(inner: Any, step: Any) -> None:
+    """Update a few parameters at a time."""
+    groups = inner.param_groups
+    try:
+        for group in groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            for parameters in _pieces(group["params"]):
+                inner.param_groups = [{**settings, "params": parameters}]
+                step()
+                group["step"] = inner.param_groups[0]["step"]
+    finally:
+        inner.param_groups = groups
+
+
+def _pieces(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide parameters into lists of at most `MOMENTS_PIECE` numbers, or of one parameter."""
+    piece: list[Tensor] = []
+    for parameter in parameters:
+        if piece and sum(p.numel() for p in (*piece, parameter)) > MOMENTS_PIECE:
+            yield piece
+            piece = []
+        piece.append(parameter)
+    if piece:
+        yield piece
 
 
 def create_optimizer_state(optimizer: Any) -> None:
@@ -68,6 +148,9 @@ def create_optimizer_state(optimizer: Any) -> None:
     for part in optimizer_parts(optimizer):
         if part.optimizer.state:
             continue
+        if _holds_masters(part):
+            _initialize_masters(part.optimizer)
+            continue
         if not _wraps_torch_adam(part):
             part.init_state_fn(part.optimizer, part.config)
             continue
@@ -75,6 +158,14 @@ def create_optimizer_state(optimizer: Any) -> None:
             for parameter in group["params"]:
                 if parameter.numel():  # torch keeps no state for an empty shard
                     part.optimizer.state[parameter] = _zero_state(parameter, bool(group["fused"]))
+
+
+def _initialize_masters(inner: Any) -> None:
+    # Megatron's function lacks this argument of FusedAdam
+    given = {} if isinstance(inner, HostAdamW) else {"store_param_remainders": False}
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            inner.initialize_state(parameter, **given)
 
 
 def _zero_state(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
@@ -148,7 +239,7 @@ def zero_optimizer_rows(optimizer: Any, parameter: Any, rows: list[int]) -> None
         if parameter not in part.model_param_group_index_map:
             continue
         shard = part._get_model_param_range_map(parameter)["param"]
-        tensors = parameter_state(part, parameter)
+        tensors = _stored_state(part, parameter)
         for name in ("param", "exp_avg", "exp_avg_sq"):
             for row in rows if name in tensors else ():
                 first = min(max(row * width, shard.start), shard.end) - shard.start
@@ -157,9 +248,22 @@ def zero_optimizer_rows(optimizer: Any, parameter: Any, rows: list[int]) -> None
 
 
 def parameter_state(part: Any, parameter: Any) -> dict[str, Tensor]:
-    """Return this rank's shard of a parameter: `param` in fp32 and Adam's moments."""
-    tensors: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
-    return tensors
+    """Return this rank's shard of a parameter in fp32: `param` and Adam's moments.
+
+    Moments in bf16 are converted on the host, so that a save needs no memory of the GPU for them.
+    """
+    return {
+        name: tensor if tensor.dtype == torch.float32 else tensor.cpu().float()
+        for name, tensor in _stored_state(part, parameter).items()
+    }
+
+
+def _stored_state(part: Any, parameter: Any) -> dict[str, Tensor]:
+    if not _holds_masters(part):
+        tensors: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
+        return tensors
+    state = dict(_state_of(part, parameter))
+    return {"param": state.pop("master_param"), **state}
 
 
 def clip_in_few_kernels() -> None:

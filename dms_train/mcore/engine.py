@@ -89,6 +89,8 @@ class McoreEngine:
         self.spec = method.spec
         self.view = view
         self._options = options
+        if options.trains:
+            optim.require_supported(options.optim, view.device)
         backend = dispatch.choose_train_attention(
             options.kernels, view.device, decays=self.spec.decays
         )

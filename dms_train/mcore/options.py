@@ -22,6 +22,9 @@ LAYERS = ("auto", "local", "transformer_engine")
 LORA_TARGETS = ("q", "k", "v", "o")
 # Number of layers of an offloaded teacher whose weights are on the GPU during a pass.
 OFFLOAD_SLOTS = 2
+# Number of parameters that an optimizer with `optim.offload` or bf16 moments updates at a time.
+HOST_PIECE = 2**25
+MOMENTS_PIECE = 2**27
 # Number of bf16 addends that hold an fp32 value exactly.
 EXACT_PARTS = 3
 # Compute capability from which a GPU has FP8 products, and the multiple that their sizes must be.
@@ -49,6 +52,7 @@ class ParallelOptions:
         fp8: Run the products of MLPs and the output projections of attention in FP8, with
             Transformer Engine's layers; see `mcore.layers.fp8`.
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
+        params_dtype: `fp32` or `bf16` weights; reductions are always fp32.
         recompute_granularity: None, `selective` (`recompute_modules`) or `full` (whole layers).
         recompute_modules: Modules of a layer that `selective` recomputes: `core_attn` (attention
             after the projections), `mlp`, or both.
@@ -184,7 +188,13 @@ class ParallelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimOptions:
-    """AdamW settings shared by all stages; a stage may replace `lr`."""
+    """AdamW settings shared by all stages; a stage may replace `lr`.
+
+    Attributes:
+        offload: Keep fp32 weights and moments in host memory, and update them on the CPU.
+        state_dtype: Dtype of the moments on a GPU; bf16 needs Transformer Engine. Checkpoints hold
+            them in fp32.
+    """
 
     lr: Annotated[float, Positive()]
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
@@ -193,6 +203,16 @@ class OptimOptions:
     adam_eps: Annotated[float, Positive()] = 1e-8
     clip_grad: Annotated[float, AtLeast(0)] = 1.0
     lr_warmup_steps: Annotated[int, AtLeast(0)] = 0
+    offload: bool = False
+    state_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield one line if moments in host memory are to be in bf16."""
+        if self.offload and self.state_dtype != "fp32":
+            yield (
+                f"{path}.state_dtype={self.state_dtype}: the CPU updates moments in fp32; use fp32, "
+                f"or set {path}.offload=false"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

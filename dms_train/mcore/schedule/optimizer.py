@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from dms_train.mcore import compat
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import fusions
 from dms_train.mcore.options import OptimOptions
 from dms_train.method.plan import LearningRate
@@ -82,10 +87,45 @@ def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: lis
         bf16=model.bf16,
         use_distributed_optimizer=True,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+        **_moments_in_bf16(options),
     )
-    optimizer = get_megatron_optimizer(config, chunks)
+    with compat.host_optimizer(config) if options.offload else contextlib.nullcontext():
+        optimizer = get_megatron_optimizer(config, chunks)
+    compat.adapt_masters(optimizer)
     fusions.fuse_adam(optimizer)
     return optimizer
+
+
+def _moments_in_bf16(options: OptimOptions) -> dict[str, Any]:
+    """Return megatron's settings for moments in bf16; empty for fp32."""
+    if options.state_dtype == "fp32":
+        return {}
+    return {
+        "use_precision_aware_optimizer": True,
+        "store_param_remainders": False,  # checkpoints hold fp32 weights
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    }
+
+
+def require_supported(options: OptimOptions, device: torch.device) -> None:
+    """Refuse options of the optimizer's memory that need another device or package.
+
+    Raises:
+        ModelError: What is missing.
+    """
+    where = f"training runs on the {device.type.upper()}"
+    if options.offload and device.type != "cuda":
+        raise ModelError(f"optim.offload=true: needs a GPU and {where}; set it to false")
+    if options.state_dtype == "fp32":
+        return
+    option = f"optim.state_dtype={options.state_dtype}"
+    if device.type != "cuda":
+        raise ModelError(f"{option}: needs a GPU and {where}; use fp32")
+    if not te.HAVE_TE:
+        raise ModelError(
+            f"{option}: needs Transformer Engine, which cannot be imported; install it or use fp32"
+        )
 
 
 def gradient_norm(optimizer: Any) -> float:
