@@ -143,6 +143,8 @@ def stages(case: Case) -> list[PipelineStage]:
             rank=rank,
             copies=case.layout.dp * case.layout.cp,
             microbatches=case.microbatches,
+            optimizer_on_host=case.offloads_optimizer,
+            moment_width=2 if case.state_dtype == "bf16" else 4,
         )
         for rank in range(case.layout.pp)
     ]
@@ -203,8 +205,8 @@ def step_cells(row: dict[str, Any], c: Calibration) -> list[object]:
 
 def _words(case: Case) -> str:
     trains = "" if case.trains == "all" else f", train={case.trains}"
-    trains += ", teacher offloaded" * case.offloads
-    return f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}{trains}"
+    words = f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}{trains}"
+    return words + case.memory
 
 
 def _gb(size: float) -> str:

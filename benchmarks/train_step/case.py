@@ -38,7 +38,6 @@ from dms_train.method.spec import PRESETS
 
 Step = Callable[[], float]
 _STD = 0.02
-_OPTIM = OptimOptions(lr=1e-5)
 _PACKAGES = ("megatron-core", "transformer-engine", "apex")
 
 
@@ -109,7 +108,7 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     trainable = Trainable(weights=case.trains)
     options = TrainEngineOptions(
         parallel=parallel,
-        optim=_OPTIM,
+        optim=OptimOptions(lr=1e-5, offload=case.offloads_optimizer, state_dtype=case.state_dtype),
         seed=1,
         trainable=trainable,
         offloads_teacher=case.offloads,

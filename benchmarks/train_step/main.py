@@ -2,7 +2,8 @@
 
     python -m benchmarks train_step [--shapes qwen2.5-1.5b] [--cases ours:lm,ours:distill,ours:dms]
         [--layouts dp1,tp2_sp,dp2] [--layers local,transformer_engine] [--peer-layers ...]
-        [--cuda-graph auto] [--train lora] [--offload-teacher] [--fp8] [--profile]
+        [--cuda-graph auto] [--train lora] [--offload-teacher] [--fp8]
+        [--offload-optimizer] [--state-dtype bf16] [--profile]
 
 Every case runs in a separate process (or in torchrun, if the layout takes several GPUs) with the
 settings of `launch/env.sh`. Earlier rows of the record are kept unless they are measured again.
@@ -29,6 +30,7 @@ from benchmarks.benchmark import Args, Benchmark, Page, comma_separated, one_of,
 from benchmarks.records import Table
 from benchmarks.train_step import kernel_times, page, tables
 from benchmarks.train_step.shapes import KINDS, LAYERS, SHAPES, SUBJECTS, Case, Layout, parse_layout
+from dms_train.hf.options import PRECISIONS
 from dms_train.mcore.options import CUDA_GRAPH
 from dms_train.method.base import TRAINED_WEIGHTS
 
@@ -53,6 +55,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--train", choices=TRAINED_WEIGHTS, default="all", help="method.train of ours (all)")
     add("--offload-teacher", action="store_true", help="teacher.offload of ours")
     add("--fp8", action="store_true", help="parallel.fp8 of ours")
+    add("--offload-optimizer", action="store_true", help="optim.offload of ours")
+    add("--state-dtype", choices=PRECISIONS, default="fp32", help="optim.state_dtype of ours")
     add("--microbatches", type=int, default=1, help="of each data-parallel rank (%(default)s)")
     add("--steps", type=int, default=10, help="(%(default)s)")
     add("--profile", action="store_true", help="kernels of one further step")
@@ -95,6 +99,8 @@ def cases(args: Args) -> Iterator[Case]:
                         trains=args.train if subject == "ours" else "all",
                         offloads=args.offload_teacher and subject == "ours",
                         fp8=args.fp8 and subject == "ours",
+                        offloads_optimizer=args.offload_optimizer and subject == "ours",
+                        state_dtype=args.state_dtype if subject == "ours" else "fp32",
                         steps=args.steps,
                         profile=args.profile,
                     )

@@ -171,6 +171,8 @@ class Case:
         trains: `method.train` of ours; the peer trains all weights.
         offloads: `teacher.offload` of ours.
         fp8: `parallel.fp8` of ours; the peer computes in bf16.
+        offloads_optimizer: `optim.offload` of ours.
+        state_dtype: `optim.state_dtype` of ours.
         warmup: Steps before those that are measured.
         profile: True to profile the kernels of a further step.
     """
@@ -186,6 +188,8 @@ class Case:
     trains: str = "all"
     offloads: bool = False
     fp8: bool = False
+    offloads_optimizer: bool = False
+    state_dtype: str = "fp32"
     warmup: int = 3
     steps: int = 10
     profile: bool = False
@@ -217,9 +221,15 @@ class Case:
         subject = "ours" if self.subject == "ours" else "megatron-core"
         graph = ", eager" if self.subject == "ours" and self.cuda_graph == "never" else ""
         trains = "" if self.trains == "all" else f", train={self.trains}"
-        offloads = ", teacher offloaded" * self.offloads
-        how = f"{self.layers}{', FP8' * self.fp8}{graph}{trains}{offloads}"
+        how = f"{self.layers}{', FP8' * self.fp8}{graph}{trains}{self.memory}"
         return f"{subject} ({how}): {_LABELS[self.kind]}"
+
+    @property
+    def memory(self) -> str:
+        """Settings of teacher and optimizer that save memory, in words after a comma each."""
+        moments = "" if self.state_dtype == "fp32" else f", {self.state_dtype} moments"
+        teacher = ", teacher offloaded" * self.offloads
+        return teacher + ", optimizer offloaded" * self.offloads_optimizer + moments
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON form."""

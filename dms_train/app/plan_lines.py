@@ -43,6 +43,10 @@ def layout_lines(config: RunConfig, architecture: Architecture, world_size: int)
     if config.teacher.offload:
         host = max(stage.pinned_bytes for stage in stages_of(config, architecture, world_size))
         yield f"        of the host: {host / _GIB:.2f} pinned by a process for the teacher's layers"
+    if config.optim.offload:
+        stages = stages_of(config, architecture, world_size)
+        host = max(stage.host_optimizer_bytes for stage in stages)
+        yield f"        of the host: {host / _GIB:.2f} of a process for fp32 weights and moments"
     yield _operations(config, architecture, world_size, layout)
     shares = ", ".join(f"{name} {value:.3g}" for name, value in layout.time.kinds().items())
     yield f"time    {layout.time.total:.3g} s a step on {gpu.label}: {shares}"

@@ -1,10 +1,13 @@
 """AdamW on the CPU for weights on a GPU: fp32 weights and moments are in host memory.
 
 Megatron's distributed optimizer calls it as Transformer Engine's FusedAdam with fp32 weights of its
-own: gradients are in `decoupled_grad`, and the optimizer writes the weights of the model. Megatron's
-`HybridDeviceOptimizer` is not used. It first copies the whole model to the host of every rank,
-creates its state by an update with random gradients, stores classes in checkpoints, and copies from
-memory that is not pinned.
+own: gradients are in `decoupled_grad`, and the optimizer writes the weights of the model.
+Megatron's `HybridDeviceOptimizer` is not used. It first copies the whole model to the host of every
+rank, creates its state by an update with random gradients, stores classes in checkpoints, and needs
+as much pinned memory as the gradients take.
+
+The state is not pinned, because the process that writes a checkpoint is forked and would share
+pinned pages with later updates.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class HostAdamW(torch.optim.AdamW):
         eps: float,
         **_: Any,
     ) -> None:
-        """Take megatron's arguments of an optimizer on the CPU; those of its own kind are unused."""
+        """Take megatron's arguments of an optimizer on the CPU, some of which are unused."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         for group in self.param_groups:
             group["step"] = 0
@@ -135,14 +138,14 @@ class HostAdamW(torch.optim.AdamW):
                 tensors += [self.state[parameter][name] for name in _STATES]
                 for parts in zip(*(t.view(-1).split(HOST_PIECE) for t in tensors), strict=True):
                     if parts[0].numel():
-                        yield _Piece(*parts, group)
+                        yield _Piece._make((*parts, group))
 
 
 class _Copies:
     """Copies of pieces between a device and pinned host memory, two pieces at a time.
 
-    While the CPU updates a piece, one stream copies the next gradient and another one the weights of
-    the last piece. On a CPU the pieces need no copy.
+    While the CPU updates a piece, one stream copies the next gradient, and another one the weights
+    of the last piece. On a CPU the pieces need no copy.
     """
 
     def __init__(self, weights: Tensor) -> None:
@@ -219,7 +222,7 @@ def _all_threads() -> Iterator[None]:
     of its own.
     """
     before = torch.get_num_threads()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = max(1, torch.cuda.device_count())  # one for each GPU
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     try:
         yield

@@ -51,7 +51,6 @@ class ParallelOptions:
             products; needs sequence parallelism and GPUs that read one another's memory.
         fp8: Run the products of MLPs and the output projections of attention in FP8, with
             Transformer Engine's layers; see `mcore.layers.fp8`.
-        params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         params_dtype: `fp32` or `bf16` weights; reductions are always fp32.
         recompute_granularity: None, `selective` (`recompute_modules`) or `full` (whole layers).
         recompute_modules: Modules of a layer that `selective` recomputes: `core_attn` (attention
@@ -210,8 +209,8 @@ class OptimOptions:
         """Yield one line if moments in host memory are to be in bf16."""
         if self.offload and self.state_dtype != "fp32":
             yield (
-                f"{path}.state_dtype={self.state_dtype}: the CPU updates moments in fp32; use fp32, "
-                f"or set {path}.offload=false"
+                f"{path}.state_dtype={self.state_dtype}: the CPU updates moments in fp32; use "
+                f"fp32, or set {path}.offload=false"
             )
 
 

@@ -44,6 +44,7 @@ def check(
         *_gpu_name(config),
         *_adapters(config),
         *(_fp8(config, architecture) if config.parallel.fp8 else ()),
+        *_moments(config),
         *_stages(config),
     ]
     if not problems:
@@ -96,6 +97,16 @@ def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[str]:
         yield f"{where}: teacher_logits stores what bf16 products compute; set it to false"
     if gpu is not None and not gpu.has_fp8:
         yield f"{where}: {gpu.label} has no FP8 products; set it to false"
+
+
+def _moments(config: RunConfig) -> Iterator[str]:
+    """Refuse bf16 moments of fp32 weights, of which FusedAdam would save an old copy."""
+    optim, dtype = config.optim, config.parallel.params_dtype
+    if optim.state_dtype == "bf16" and dtype != "bf16" and not optim.offload:
+        yield (
+            f"optim.state_dtype=bf16: needs bf16 weights and parallel.params_dtype={dtype}; set "
+            "that to bf16, or optim.state_dtype=fp32"
+        )
 
 
 def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:

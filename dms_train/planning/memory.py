@@ -1,6 +1,6 @@
 """Memory of every pipeline stage of a run by kind, before anything is allocated.
 
-Every process holds fp32 gradients and its data-parallel share of the fp32 optimizer state, as in
+Every process holds fp32 gradients and its data-parallel share of the optimizer state, as in
 `mcore`. A frozen teacher stands next to the student when distilling. The module `activations`
 counts the bytes of the microbatches in flight.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.options import OFFLOAD_SLOTS
+from dms_train.mcore.options import HOST_PIECE, MOMENTS_PIECE, OFFLOAD_SLOTS
 from dms_train.method.token_losses import TOKEN_LOSSES
 from dms_train.planning import activations, trained
 from dms_train.planning.activations import Microbatch, padded_vocab
@@ -26,6 +26,7 @@ from dms_train.training.options import TEACHER_LOGITS
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
+_HOST_BUFFERS = 2  # of an offloaded optimizer, for gradients and for weights
 # Beyond this many rounds of the pipeline, further microbatches repeat the same moments.
 _ROUNDS = 2
 
@@ -37,7 +38,8 @@ class MemoryEstimate:
     Attributes:
         weights: Weights of the student.
         gradients: Gradient sums of the weights that train, in fp32.
-        optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights.
+        optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights,
+            unless they are in host memory.
         teacher: Weights of the frozen original that the student does not share and that do not lie
             in host memory, or the stored distributions of a step.
         activations: Kept for the backward passes of the microbatches in flight.
@@ -95,6 +97,8 @@ class PipelineStage:
         microbatches: Number of microbatches per data-parallel rank and step.
         stored: Bytes of the stored distributions of a step, which the last stage reads.
         trains: Whether the run takes steps; the stage `teacher_logits` only runs the original.
+        optimizer_on_host: `optim.offload`.
+        moment_width: Bytes of a number in Adam's moments.
     """
 
     microbatch: Microbatch
@@ -103,6 +107,8 @@ class PipelineStage:
     microbatches: int
     stored: int = 0
     trains: bool = True
+    optimizer_on_host: bool = False
+    moment_width: int = _FP32
 
     @property
     def pp(self) -> int:
@@ -179,6 +185,23 @@ class PipelineStage:
         return layers << (each - 1).bit_length() if each else 0
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of this process's share of fp32 weights and Adam's moments on the device."""
+        if self.optimizer_on_host:
+            return 0
+        # fp32 weights are their own master copy
+        master = _FP32 if self.microbatch.parallel.params_dtype == "bf16" else 0
+        return self.updated * (master + _ADAM_MOMENTS * self.moment_width)
+
+    @property
+    def host_optimizer_bytes(self) -> int:
+        """Bytes of an offloaded optimizer in the host memory of a process, buffers included."""
+        if not self.optimizer_on_host:
+            return 0
+        buffers = _HOST_BUFFERS * HOST_PIECE * (_FP32 + self.microbatch.width)
+        return self.updated * _FP32 * (1 + _ADAM_MOMENTS) + buffers
+
+    @property
     def experts(self) -> int:
         """Weights of experts on each of the stage's processes."""
         m = self.microbatch
@@ -240,6 +263,13 @@ class PipelineStage:
         return padded_vocab(a) * a.hidden_size // self.microbatch.tp
 
     @property
+    def largest_parameter(self) -> int:
+        """Weights of the largest matrix on this process that trains with all weights."""
+        a, m = self.microbatch.architecture, self.microbatch
+        table = self._table if self.rank == 0 or self.is_last else 0
+        return max(table, 2 * a.hidden_size * a.ffn_hidden_size // m.tp)
+
+    @property
     def largest_gradient(self) -> int:
         """Bytes of the vocabulary projection's gradient before it is added up in fp32.
 
@@ -292,6 +322,8 @@ def stages_of(
             microbatches=count,
             stored=step_bytes(config, architecture.vocab_size, count * data.micro_batch_size),
             trains=not stores,
+            optimizer_on_host=config.optim.offload and not stores,
+            moment_width=2 if config.optim.state_dtype == "bf16" else _FP32,
         )
         for rank in range(parallel.pipeline_model_parallel_size)
     ]
@@ -302,15 +334,13 @@ def of_stage(stage: PipelineStage) -> MemoryEstimate:
     if not stage.trains:
         return _of_pass(stage)
     m = stage.microbatch
-    # fp32 weights are their own master copy
-    states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
     moment = max((*_moments(stage), _update(stage), _start(stage)), key=sum)
     # megatron's buffer for gathers, or the slots of `tp_comm_overlap`
     buffer = m.gathered if m.parallel.sequence_parallel else 0
     return MemoryEstimate(
         weights=(stage.parameters + stage.adapters) * m.width,
         gradients=stage.trained * _FP32,
-        optimizer=stage.updated * _FP32 * states,
+        optimizer=stage.optimizer_bytes,
         teacher=stage.unshared * m.width + stage.stored * stage.is_last,
         activations=moment.activations,
         logits=moment.logits,
@@ -336,12 +366,21 @@ def _of_pass(stage: PipelineStage) -> MemoryEstimate:
 
 def _start(stage: PipelineStage) -> _Moment:
     """Return the bytes of an offloaded teacher before it moves, when Adam has no moments yet."""
-    later = stage.updated * _FP32 * _ADAM_MOMENTS
+    later = min(stage.updated * _FP32 * _ADAM_MOMENTS, stage.optimizer_bytes)
     return _Moment(workspace=max(0, stage.host_bytes - later))
 
 
 def _update(stage: PipelineStage) -> _Moment:
-    """Return the bytes of the optimizer's step: AdamW, unless fused, copies its share once."""
+    """Return the bytes of the optimizer's step on the device.
+
+    AdamW, unless fused, copies its share once. FusedAdam copies the bf16 moments of a piece in
+    fp32.
+    """
+    if stage.optimizer_on_host:
+        return _Moment()
+    if stage.moment_width < _FP32:
+        piece = min(stage.updated, max(MOMENTS_PIECE, stage.largest_parameter))
+        return _Moment(workspace=piece * _FP32 * _ADAM_MOMENTS)
     fused = stage.microbatch.fused
     return _Moment(workspace=0 if fused else stage.updated * _FP32)
 

@@ -145,11 +145,13 @@ def test_a_plan_for_an_assumed_gpu_says_that_it_does_not_fit(monkeypatch, capsys
 
 def test_ratios_of_layers_and_memory_of_the_host_are_named(monkeypatch, capsys):
     words = ["stage.retrofit.layer_ratios={0:2,1:3}", "teacher.offload=true"]
+    words.append("optim.offload=true")
     assert run_plan(monkeypatch, "experiment=demo", *words) == 0
     shown = capsys.readouterr().out
     # of 4 layers with 3/4 on the mean, the others evict (3 - 1/2 - 2/3) / 2
     assert shown.count("CR by layer: 0: 2, 1: 3, 2: 12, 3: 12") == 2
     assert "of the host: 0.00 pinned by a process for the teacher's layers" in shown
+    assert "of a process for fp32 weights and moments" in shown
 
 
 def test_stages_shorter_than_five_steps():

@@ -50,10 +50,11 @@ def test_a_changed_value_is_named_with_what_the_run_was_started_with(
     assert named in str(refused.value)
 
 
-def test_a_resumed_run_may_move_its_teacher_to_host_memory(tmp_path) -> None:
+@pytest.mark.parametrize("option", ["teacher__offload", "optim__offload"])
+def test_a_resumed_run_may_move_teacher_and_optimizer_to_host_memory(tmp_path, option) -> None:
     file = tmp_path / CONFIG_FILE
     file.write_text(yaml.safe_dump(to_mapping(configs.config())))
-    require_same(configs.config(teacher__offload=True), file)
+    require_same(configs.config(**{option: True}), file)
 
 
 @pytest.mark.parametrize("preset", ["dms", "kvzap"])
@@ -84,6 +85,7 @@ def test_a_folder_without_the_newest_options_is_read_and_resumed(tmp_path) -> No
     values = to_mapping(config)
     del values["teacher"], values["stage"]["teacher_logits"], values["loss"]["kl_temperature"]
     del values["parallel"]["tp_comm_overlap"], values["parallel"]["fp8"], values["data"]["packing"]
+    del values["optim"]["offload"], values["optim"]["state_dtype"]
     del values["model"]["architecture"]["partial_rotary_factor"]
     file = tmp_path / CONFIG_FILE
     file.write_text(yaml.safe_dump(values))

@@ -268,6 +268,15 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             "teacher.offload=true: with method.train=lora the teacher shares",
         ),
         (
+            {"optim__state_dtype": "bf16"},
+            "optim.state_dtype=bf16: needs bf16 weights and parallel.params_dtype=fp32; set that",
+        ),
+        (
+            {"optim__state_dtype": "bf16", "optim__offload": True},
+            "optim.state_dtype=bf16: the CPU updates moments in fp32; use fp32, or set",
+        ),
+        ({"optim__state_dtype": "fp16"}, "optim.state_dtype=fp16: choose one of fp32, bf16"),
+        (
             {**STORES, "stage__teacher_logits": {"samples": 12}},
             "stage.teacher_logits.samples=12: use a multiple of data.global_batch_size=8",
         ),

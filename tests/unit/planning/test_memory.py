@@ -97,6 +97,53 @@ def test_an_offloaded_teacher_is_counted_before_it_leaves_the_gpu():
     assert memory.total >= memory.weights + memory.gradients + masters + 0.99 * whole
 
 
+def test_an_offloaded_optimizer_leaves_the_gpu():
+    bf16 = {"parallel__params_dtype": "bf16"}
+    a = configs.architecture()
+    before, after = (
+        estimate(configs.config(**bf16, optim__offload=offload), a, 1) for offload in (False, True)
+    )
+    parameters = parameter_count(a)
+    assert (before.optimizer, after.optimizer) == (12 * parameters, 0)
+    assert after.kinds() | {"optimizer": 0} == before.kinds() | {"optimizer": 0}
+    (stage,) = stages_of(configs.config(**bf16, optim__offload=True), a, 1)
+    # two buffers for gradients in fp32, and two for weights in bf16
+    assert stage.host_optimizer_bytes == 12 * parameters + 2 * 2**25 * (4 + 2)
+    (shard,) = stages_of(configs.config(**bf16, optim__offload=True), a, 4)
+    assert shard.host_optimizer_bytes == 12 * parameters // 4 + 2 * 2**25 * (4 + 2)
+    (stage,) = stages_of(configs.config(**bf16), a, 1)
+    assert stage.host_optimizer_bytes == 0
+
+
+def test_moments_in_bf16_take_four_bytes_less_and_a_piece_of_them_in_fp32():
+    changes = {"parallel__params_dtype": "bf16", "optim__state_dtype": "bf16"}
+    a = configs.architecture(num_layers=36, hidden_size=5120, ffn_hidden_size=32768)
+    parameters = parameter_count(a)
+    assert estimate(configs.config(**changes), a, 1).optimizer == 8 * parameters
+    (stage,) = stages_of(configs.config(**changes), a, 1)
+    # the matrices of gate and up are the largest
+    assert planned._update(stage).workspace == 2 * 4 * 2 * 5120 * 32768
+    (shard,) = stages_of(configs.config(**changes), a, 512)
+    assert planned._update(shard).workspace == 2 * 4 * shard.updated < 2 * 4 * 2**27
+
+
+def test_an_8b_model_trains_all_its_weights_on_one_gpu_of_80_gb():
+    a = configs.KNOWN["llama31_8b"]
+    changes = {
+        "parallel__params_dtype": "bf16",
+        "parallel__recompute_granularity": "full",
+        "data__seq_length": 8192,
+        "data__micro_batch_size": 1,
+        "teacher__offload": True,
+    }
+    gpu, c = GPUS["h100"], calibration()
+    resident, offloaded = (
+        estimate(configs.config(**changes, optim__offload=offload), a, 1).needed(c, 1)
+        for offload in (False, True)
+    )
+    assert offloaded < gpu.memory < resident
+
+
 def test_storing_a_teacher_takes_its_weights_and_no_state_of_a_training():
     stage = {"run": ["teacher_logits"], "teacher_logits": {"samples": 16}}
     values = {f"stage__{key}": value for key, value in stage.items()}

@@ -11,7 +11,7 @@ import pytest
 from dms_train.families import LayerAttention
 from dms_train.planning.flops import forward_flops_per_token
 from dms_train.planning.gpus import GPUS, calibration
-from dms_train.planning.memory import of_stage, stages_of
+from dms_train.planning.memory import of_stage, parameter_count, stages_of
 from dms_train.planning.step_time import sent_bytes, step_time, work_of
 from tests.support import configs
 from tests.support.experts import experts_of
@@ -66,6 +66,22 @@ def test_an_offloaded_teacher_costs_what_two_forward_passes_do_not_hide():
     hidden = 2 * 64 * 4096 * (matmul + attention)
     exposed = step_time([stage], gpu, c).communication - resident.communication
     assert exposed == pytest.approx(copied / 50e9 - hidden)
+
+
+def test_an_update_on_the_host_takes_the_bandwidth_of_its_memory():
+    (plain,), (stage,) = stages(), stages(optim__offload=True)
+    parameters = parameter_count(A)
+    work, resident = work_of(stage), work_of(plain)
+    assert (work.host_update_bytes, resident.host_update_bytes) == (28 * parameters, 0)
+    # the gradients are still set to zero and added up on the device
+    assert (work.update_bytes, resident.update_bytes) == (8 * parameters, 36 * parameters)
+    update = step_time([stage], GPUS["h100"], calibration()).update
+    assert update == pytest.approx(28 * parameters / 50e9 + 8 * parameters / 3.35e12)
+
+
+def test_moments_in_bf16_are_converted_for_the_update():
+    (stage,) = stages(optim__state_dtype="bf16")
+    assert work_of(stage).update_bytes == (36 + 24) * parameter_count(A)
 
 
 def test_layers_with_a_window_attend_to_the_keys_in_it():

@@ -474,6 +474,10 @@ ELSEWHERE = {
     "observe.project": "unit/observe/test_sinks.py::test_the_names_of_a_run_read_back",
     "observe.entity": "unit/observe/test_sinks.py::test_the_names_of_a_run_read_back",
     "observe.name": "unit/observe/test_sinks.py::test_the_names_of_a_run_read_back",
+    "optim.offload": (
+        "gpu/test_optimizer_memory.py::test_steps_of_an_offloaded_optimizer_are_those_of_the_gpu"
+    ),
+    "optim.state_dtype": "gpu/test_optimizer_memory.py::test_moments_are_in_bf16",
     "parallel.ddp_bucket_size": (
         "unit/app/test_trace.py::test_ddp_bucket_size_divides_the_reduction_of_gradients"
     ),
