@@ -7,14 +7,17 @@ of the whole distributions, in both directions, and equal to it where the suppor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
 
-class TopLogits(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TopLogits:
     """Support and tail of distributions over the vocabulary.
+
+    Not a tuple, in which megatron-core's module of bf16 models would round the tensors.
 
     Attributes:
         log_probs: [..., k], logarithms of the k largest probabilities.
@@ -25,6 +28,10 @@ class TopLogits(NamedTuple):
     log_probs: Tensor
     ids: Tensor
     log_tails: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Iterate over the tensors."""
+        return iter((self.log_probs, self.ids, self.log_tails))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TopLogits:
         """Apply a function to every tensor."""

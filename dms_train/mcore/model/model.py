@@ -452,7 +452,7 @@ class DMSModel(LanguageModule):
         noise_keys: Tensor,
         documents: PackedDocuments | None = None,
         stored: TopLogits | None = None,
-    ) -> Tensor | tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    ) -> Tensor | tuple[Tensor | TopLogits | tuple[Tensor, ...], Tensor]:
         """Run one pipeline chunk.
 
         Args:
@@ -481,7 +481,7 @@ class DMSModel(LanguageModule):
 
     def _loss(
         self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor, stored: TopLogits | None
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Tensor | TopLogits | tuple[Tensor, ...]:
         if self.records_logits:
             return self.logits(hidden)
         if self.stores is not None:

@@ -63,6 +63,30 @@ def test_losses_and_gradients_are_those_of_the_teacher(
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_a_teacher_in_bf16_is_stored_and_read(view: ParallelView, batches: list[Batch]) -> None:
+    in_bf16 = {"parallel": ParallelOptions(params_dtype="bf16")}
+    options = replace(OPTIONS, trains=False, **in_bf16)
+    teacher = McoreEngine(ARCHITECTURE, SPEC, view, options, ORIGINAL)
+    plain = [batch._replace(teacher=None) for batch in batches]
+    stored = teacher.top_logits(plain, 8)
+    for top, batch in zip(stored, batches, strict=True):
+        exact = batch.teacher
+        assert exact is not None
+        probabilities = torch.zeros(*exact.ids.shape, dtype=torch.float64)
+        probabilities.scatter_(-1, exact.ids.long(), exact.log_probs.double().exp())
+        found = top.log_probs.double().exp()
+        whole = found.sum(-1) + top.log_tails.double().exp()
+        torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-2)
+        error = found - probabilities.gather(-1, top.ids.long())
+        assert error.abs().max() < 0.05  # of bf16 weights and activations
+    live = student(view, **in_bf16)
+    live.attach_teacher(ORIGINAL)
+    read = [b._replace(teacher=top) for b, top in zip(plain, stored, strict=True)]
+    loss = outcome(student(view, reads_teacher=True, **in_bf16), read)[0]
+    # merged outcomes bound the divergence of the whole distributions from below
+    assert 0.5 * outcome(live, plain)[0] < loss <= 1.02 * outcome(live, plain)[0]
+
+
 def test_a_stored_teacher_also_ranks_the_eviction_channels(
     view: ParallelView, batches: list[Batch]
 ) -> None:
