@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.benchmark import Args, Benchmark
 from benchmarks.conversion import anonymous_bytes
-from benchmarks.records import ROOT
+from benchmarks.records import ROOT, Table
 from benchmarks.tables import field, table
 from benchmarks.train_step.case import DeviceWeights, parallel_options
 from benchmarks.train_step.shapes import SHAPES, Case, parse_layout
@@ -160,6 +160,7 @@ BENCHMARK = Benchmark(
     device=False,
     measure=measure,
     tables=tables,
+    stored=(Table("*/sharded_save.json", "docs/scale.md", ("dms_train/mcore/checkpoints",)),),
 )
 
 

@@ -206,7 +206,7 @@ def step_cells(row: dict[str, Any], c: Calibration) -> list[object]:
 def _words(case: Case) -> str:
     trains = "" if case.trains == "all" else f", train={case.trains}"
     words = f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}{trains}"
-    return words + case.memory
+    return words + ", FP8" * case.fp8 + case.memory
 
 
 def _gb(size: float) -> str:

@@ -84,6 +84,7 @@ def measured(rows: list[dict[str, Any]]) -> Measured | None:
         case = Case.from_dict(row["case"])
         layout = case.layout
         fits = (layout.tp, layout.pp, layout.sp, layout.overlap) == (_SOURCE_TP, 1, True, False)
+        fits = fits and case.layers == "local"  # also measured with others, and in FP8
         if fits and (case.shape, case.kind) == (_SOURCE_SHAPE, "dms") and "profile" in row:
             kinds = row["profile"]["kinds"]
             hidden = sum(kinds.values()) - row["profile"]["busy_ms"]

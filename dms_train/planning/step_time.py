@@ -28,9 +28,9 @@ _ATTENTION_BACKWARD = 2.5  # in forward passes of the attention
 _UPDATE_BYTES = 28
 # Further bytes where both moments are converted from bf16 to fp32 and back.
 _CONVERSION_BYTES = 24
-# Bandwidth of host memory for the update of one process with `optim.offload`. Not measured: an
-# eighth of about two thirds of what two processors with eight channels of DDR5-4800 have.
-_HOST_MEMORY_GBS = 50
+# Bandwidth of host memory for the update of one process with `optim.offload`, rounded from the step
+# of the 8B model in docs/guides/planning.md; hosts differ.
+_HOST_MEMORY_GBS = 40
 
 
 class Overlap(NamedTuple):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from research.recipe.report import report_text
 from research.recipe.sweep import table
 
@@ -72,6 +74,9 @@ TEXTS = {
     "its first four tokens stay": "sinks",
     "half of the text is the model's own": "both-texts",
 }
+
+
+FP8 = {"all products in bf16": "bf16-layers", "MLPs and output projections in FP8": "fp8"}
 
 
 def record(name: str, device: str = H200) -> dict[str, Any]:
@@ -279,10 +284,11 @@ def test_short_runs_with_window_64_are_those_of_the_record() -> None:
         assert rows[title] == [*cells, *_found(row)]
 
 
-def test_first_tokens_and_texts_are_those_of_the_record() -> None:
-    found = {row["variant"]: row for row in record("smollm2_sweep_texts.json")["rows"]}
+@pytest.mark.parametrize(("name", "titles"), [("texts", TEXTS), ("fp8", FP8)])
+def test_texts_and_fp8_products_are_those_of_the_record(name: str, titles: dict[str, str]) -> None:
+    found = {row["variant"]: row for row in record(f"smollm2_sweep_{name}.json")["rows"]}
     rows = page_rows("docs/models.md")
-    for title, name in TEXTS.items():
+    for title, name in titles.items():
         row = found[name]
         cells = [f"{row['kl']:.4f}" if "kl" in row else "", _ratio(row)]
         cells += [f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")]

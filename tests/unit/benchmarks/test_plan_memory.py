@@ -37,8 +37,11 @@ def test_memory_is_within_a_tenth_in_the_steps_of_the_other_benchmark(row):
 
 
 def waits_for_the_host(case):
-    """Eager steps of a small model; the plan does not count the host's time."""
-    return case["shape"] == "smollm2-135m" and case["cuda_graph"] == "never"
+    """Eager steps of small models, and updates on the host, whose memory may be slow."""
+    if case.get("offloads_optimizer"):
+        return True
+    small = case["shape"] == "smollm2-135m" or (case["shape"] == "qwen2.5-1.5b" and case.get("fp8"))
+    return small and case["cuda_graph"] == "never"
 
 
 @pytest.mark.parametrize(
