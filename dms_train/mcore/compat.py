@@ -73,16 +73,17 @@ def _holds_masters(part: Any) -> bool:
 
 
 @contextlib.contextmanager
-def host_optimizer(config: Any) -> Iterator[None]:
+def host_optimizer(config: Any, threads: int) -> Iterator[None]:
     """Let Megatron build `HostAdamW` as its optimizer on the CPU inside the block.
 
     Args:
         config: Megatron's. Its own check of these values fails without Transformer Engine.
+        threads: Number of threads of an update.
     """
     config.optimizer_cpu_offload = config.use_precision_aware_optimizer = True
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     before = megatron_optimizer.HybridDeviceOptimizer
-    megatron_optimizer.HybridDeviceOptimizer = HostAdamW
+    megatron_optimizer.HybridDeviceOptimizer = partial(HostAdamW, threads=threads)
     try:
         yield
     finally:

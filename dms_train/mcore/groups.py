@@ -69,6 +69,12 @@ def _local_device() -> torch.device:
     return runtime.start()
 
 
+def own_processors() -> int:
+    """Return this process's share of the processors of its host, at least one."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:

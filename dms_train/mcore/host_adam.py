@@ -1,10 +1,11 @@
 """AdamW on the CPU for weights on a GPU: fp32 weights and moments are in host memory.
 
-Megatron's distributed optimizer calls it as Transformer Engine's FusedAdam with fp32 weights of its
-own: gradients are in `decoupled_grad`, and the optimizer writes the weights of the model.
-Megatron's `HybridDeviceOptimizer` is not used. It first copies the whole model to the host of every
-rank, creates its state by an update with random gradients, stores classes in checkpoints, and needs
-as much pinned memory as the gradients take.
+Megatron's distributed optimizer calls it as Transformer Engine's FusedAdam with fp32 weights of
+its own: gradients are in `decoupled_grad`, and the optimizer writes the weights of the model.
+
+Megatron's own `HybridDeviceOptimizer` is not used. It first copies the whole model to the host of
+every rank, creates its state by an update with random gradients, and stores classes in checkpoints.
+It also pins as much memory as the gradients take.
 
 The state is not pinned, because the process that writes a checkpoint is forked and would share
 pinned pages with later updates.
@@ -13,7 +14,6 @@ pinned pages with later updates.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -69,17 +69,19 @@ class HostAdamW(torch.optim.AdamW):
         weight_decay: float,
         betas: tuple[float, float],
         eps: float,
+        threads: int,
         **_: Any,
     ) -> None:
-        """Take megatron's arguments of an optimizer on the CPU, some of which are unused."""
+        """Take Megatron's arguments of an optimizer on the CPU, and the threads of an update."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         for group in self.param_groups:
             group["step"] = 0
+        self._threads = threads
         self._copies: _Copies | None = None
 
     def initialize_state(self, parameter: Tensor) -> None:
         """Create moments of zero, and the fp32 weights from the parameter's own."""
-        with _all_threads():
+        with _in_threads(self._threads):
             master = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             self.state[parameter] = {
                 "master_param": master.copy_(parameter.detach()),
@@ -97,7 +99,7 @@ class HostAdamW(torch.optim.AdamW):
         self.state[parameter][name].copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the packed state, with the step counter that megatron expects of torch's AdamW."""
+        """Return the packed state, with the counters that Megatron expects of torch's AdamW."""
         packed: dict[str, Any] = super().state_dict()
         for group in packed["param_groups"]:
             step = torch.tensor(float(group["step"]))
@@ -124,7 +126,7 @@ class HostAdamW(torch.optim.AdamW):
             return
         if self._copies is None:
             self._copies = _Copies(pieces[0].weights)
-        with _all_threads():
+        with _in_threads(self._threads):
             self._copies.begin(pieces)
             for number, piece in enumerate(pieces):
                 piece.update(self._copies.gradient(number))
@@ -136,15 +138,16 @@ class HostAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 tensors = [parameter.detach(), parameter.decoupled_grad]
                 tensors += [self.state[parameter][name] for name in _STATES]
-                for parts in zip(*(t.view(-1).split(HOST_PIECE) for t in tensors), strict=True):
-                    if parts[0].numel():
-                        yield _Piece._make((*parts, group))
+                parts = (tensor.view(-1).split(HOST_PIECE) for tensor in tensors)
+                for weights, gradient, master, first, second in zip(*parts, strict=True):
+                    if weights.numel():
+                        yield _Piece(weights, gradient, master, first, second, group)
 
 
 class _Copies:
     """Copies of pieces between a device and pinned host memory, two pieces at a time.
 
-    While the CPU updates a piece, one stream copies the next gradient, and another one the weights
+    While the CPU updates a piece, one stream copies the next gradient and another one the weights
     of the last piece. On a CPU the pieces need no copy.
     """
 
@@ -215,15 +218,13 @@ def _pinned(dtype: torch.dtype) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _all_threads() -> Iterator[None]:
-    """Use this process's share of the host's processors inside the block.
+def _in_threads(threads: int) -> Iterator[None]:
+    """Let torch use this number of threads inside the block.
 
-    Other work of the process keeps its number of threads. A forked process must not start threads
-    of its own.
+    Other work of the process keeps its number. A forked process must not start threads of its own.
     """
     before = torch.get_num_threads()
-    processes = max(1, torch.cuda.device_count())  # one for each GPU
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    torch.set_num_threads(threads)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from dms_train.mcore import compat
+from dms_train.mcore import compat, groups
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import fusions
 from dms_train.mcore.options import OptimOptions
@@ -89,7 +89,10 @@ def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: lis
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         **_moments_in_bf16(options),
     )
-    with compat.host_optimizer(config) if options.offload else contextlib.nullcontext():
+    place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if options.offload:
+        place = compat.host_optimizer(config, groups.own_processors())
+    with place:
         optimizer = get_megatron_optimizer(config, chunks)
     compat.adapt_masters(optimizer)
     fusions.fuse_adam(optimizer)
