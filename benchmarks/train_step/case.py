@@ -56,7 +56,7 @@ class DeviceWeights(WeightSource):
         generator = torch.Generator(self._device).manual_seed(
             self._seed + zlib.crc32(name.encode())
         )
-        return torch.randn(shape, generator=generator, device=self._device) * _STD
+        return torch.randn(shape, generator=generator, device=self._device).mul_(_STD)
 
 
 def parallel_options(case: Case, device: torch.device) -> ParallelOptions:

@@ -47,14 +47,14 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield our ratios in the same setting: DMC / DMS, DMS / distillation, distillation / LM."""
-    times: dict[str, dict[str, float]] = {}
+    """Yield our ratios of one run and setting: DMC / DMS, DMS / distillation, distillation / LM."""
+    times: dict[tuple[str, str | None], dict[str, float]] = {}
     for row in rows:
         case = Case.from_dict(row["case"])
         if case.subject == "ours" and "failed" not in row:
             setting = {key: value for key, value in case.setting.items() if key != "kind"}
-            times.setdefault(json.dumps(setting), {})[case.kind] = row["step_s"]
-    for text, seconds in times.items():
+            times.setdefault((json.dumps(setting), row.get("run")), {})[case.kind] = row["step_s"]
+    for (text, _), seconds in times.items():
         case = Case.from_dict({**json.loads(text), "kind": "lm"})
         eager = ", eager" if case.cuda_graph == "never" else ""
         how = f"{case.layers}{', FP8' * case.fp8}{eager}"

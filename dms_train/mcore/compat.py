@@ -111,7 +111,10 @@ def _reload_masters(inner: Any, state_dict: None = None) -> None:
     for group in inner.param_groups:
         for parameter in group["params"]:
             if inner.state.get(parameter):
-                inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+                weights = parameter.detach()
+                if not isinstance(inner, HostAdamW):  # which converts them itself
+                    weights = weights.float()
+                inner.set_scaled_state(parameter, "master_param", weights)
 
 
 def _step_in_pieces(inner: Any, step: Any) -> None:

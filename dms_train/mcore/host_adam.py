@@ -89,11 +89,6 @@ class HostAdamW(torch.optim.AdamW):
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
-        """Return a tensor of the state, which megatron may change."""
-        tensor: Tensor = self.state[parameter][name]
-        return tensor
-
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
         """Copy into a tensor of the state."""
         self.state[parameter][name].copy_(value)
@@ -166,6 +161,7 @@ class _Copies:
 
     def begin(self, pieces: list[_Piece]) -> None:
         """Copy the first gradient, after the work that is queued on the device."""
+        assert {piece.weights.dtype for piece in pieces} == {pieces[0].weights.dtype}
         self._pieces = pieces
         if self._on_gpu:
             for stream in (self._down, self._up):

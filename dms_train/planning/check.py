@@ -89,7 +89,7 @@ def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[str]:
     if config.trainable.adapts:
         yield (
             f"{where}: method.train={config.method.train} runs megatron-core's own layers, which "
-            "have no FP8 products; set it to false"
+            "have no FP8 products; set parallel.fp8=false"
         )
     if architecture.experts is not None:
         yield f"{where}: experts have no FP8 products; set it to false"

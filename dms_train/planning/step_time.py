@@ -28,8 +28,8 @@ _ATTENTION_BACKWARD = 2.5  # in forward passes of the attention
 _UPDATE_BYTES = 28
 # Further bytes where both moments are converted from bf16 to fp32 and back.
 _CONVERSION_BYTES = 24
-# Bandwidth of host memory for the update of one process with `optim.offload`, rounded from the step
-# of the 8B model in docs/guides/planning.md; hosts differ.
+# Bandwidth of the memory of a host for updates with `optim.offload`, which its processes share.
+# Fitted to the step of the 8B model in docs/guides/planning.md; hosts differ.
 _HOST_MEMORY_GBS = 40
 
 
@@ -133,6 +133,7 @@ def step_time(stages: list[PipelineStage], gpu: Gpu, c: Calibration) -> StepTime
 
 def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
     work = work_of(stage)
+    processes = min(_GPUS_PER_NODE, stage.microbatch.tp * stage.copies * stage.pp)
     peak = gpu.tflops * _TERA
     compute = {
         "matmul": work.matmul_flops / (peak * c.matmul_efficiency),
@@ -152,7 +153,7 @@ def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
         **compute,
         communication=(link + network) / c.link_efficiency - hidden + _exposed(work, gpu, c),
         update=work.update_bytes / (gpu.memory_tbs * _TERA)
-        + work.host_update_bytes / (_HOST_MEMORY_GBS * _GIGA),
+        + work.host_update_bytes * processes / (_HOST_MEMORY_GBS * _GIGA),
         bubble=sum(compute.values()) * bubble(stage.pp, stage.vp, stage.microbatches),
     )
 

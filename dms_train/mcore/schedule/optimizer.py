@@ -18,12 +18,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import is_te_min_version
 
 from dms_train.mcore import compat, groups
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layers import fusions
 from dms_train.mcore.options import OptimOptions
 from dms_train.method.plan import LearningRate
+
+_BF16_MOMENTS = "2.1.0"  # first Transformer Engine whose FusedAdam has all arguments used here
 
 
 def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
@@ -129,6 +132,8 @@ def require_supported(options: OptimOptions, device: torch.device) -> None:
         raise ModelError(
             f"{option}: needs Transformer Engine, which cannot be imported; install it or use fp32"
         )
+    if not is_te_min_version(_BF16_MOMENTS):
+        raise ModelError(f"{option}: needs Transformer Engine {_BF16_MOMENTS} or newer; use fp32")
 
 
 def gradient_norm(optimizer: Any) -> float:

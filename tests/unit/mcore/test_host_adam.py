@@ -112,6 +112,42 @@ def test_a_checkpoint_goes_on_in_either_memory(
     assert_equal_states(loaded, wrote, rtol=1e-4, atol=1e-6)
 
 
+def test_a_checkpoint_in_the_background_keeps_the_state_from_when_it_began(
+    build: Any, tmp_path: Path
+) -> None:
+    wrote, kept = offloaded(build("qwen2", "dms", "bf16")), offloaded(build("qwen2", "dms", "bf16"))
+    train(wrote, last=2)
+    train(kept, last=2)
+    wrote.save(tmp_path / "step", {}, wait=False)
+    train(wrote, first=2, last=5)
+    wrote.finish_save(wait=True)
+    loaded = offloaded(build("qwen2", "dms", "bf16"))
+    loaded.load(tmp_path / "step", with_optimizer=True)
+    assert_equal_states(loaded, kept, rtol=0.0, atol=0.0)
+
+
+def test_a_skipped_update_changes_nothing(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, kept = (offloaded(build("llama", "dms", "bf16")) for _ in range(2))
+    train(engine, last=1)
+    train(kept, last=1)
+    compute = engine._gradients
+
+    def broken(*given: Any) -> Any:
+        result = compute(*given)
+        (part,) = parts(engine)
+        next(iter(part.model_param_group_index_map)).main_grad.view(-1)[0] = float("nan")
+        return result
+
+    monkeypatch.setattr(engine, "_gradients", broken)
+    plan = StepPlan(step=1, stage_step=1, loss="lm")
+    assert engine.train_step(plan, tiny.microbatches(0, 1, groups=2)).skipped
+    assert_equal_states(engine, kept, rtol=0.0, atol=0.0)
+    counts = [
+        [group["step"] for group in parts(e)[0].optimizer.param_groups] for e in (engine, kept)
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_other_weights_replace_the_fp32_weights(build: Any, tmp_path: Path) -> None:
     engine, source = offloaded(build("llama", "dms", "bf16")), build("llama", "dms", "bf16")
     train(engine, last=1)
@@ -131,6 +167,7 @@ def test_other_weights_replace_the_fp32_weights(build: Any, tmp_path: Path) -> N
 
 def test_a_reset_eviction_channel_is_zero_in_all_tensors_of_the_optimizer(build: Any) -> None:
     engine = offloaded(build("llama", "dms", "bf16"))
+    engine.reset_eviction_channel()  # also before the state exists
     train(engine, last=2)
     engine.reset_eviction_channel()
     for parameter, rows in engine._channel_rows(engine.spec.channel):

@@ -77,6 +77,11 @@ def test_an_update_on_the_host_takes_the_bandwidth_of_its_memory():
     assert (work.update_bytes, resident.update_bytes) == (8 * parameters, 36 * parameters)
     update = step_time([stage], GPUS["h100"], calibration()).update
     assert update == pytest.approx(28 * parameters / 40e9 + 8 * parameters / 3.35e12)
+    two = stages(
+        2, **{TP: 2}, optim__offload=True
+    )  # half of the weights, and of the memory's speed
+    halves = step_time(two, GPUS["h100"], calibration()).update
+    assert halves == pytest.approx(28 * parameters / 40e9, rel=0.01)
 
 
 def test_moments_in_bf16_are_converted_for_the_update():
