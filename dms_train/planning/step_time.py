@@ -4,7 +4,7 @@ Every term is an amount of work divided by a speed: the data sheet's value times
 The terms are added. Overlap is part of the measured shares, except for `parallel.tp_comm_overlap`:
 the time of a transfer is then reduced by the time of the products that run during it. Of the copies
 of an offloaded teacher, the time that is longer than the forward passes counts. Products in FP8
-count as fewer operations, in proportion to their assumed speed (`planning.fp8`).
+count as fewer operations, in proportion to their speed (`planning.fp8`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products in FP8, as far as a CPU without Transformer Engine can check them."""
+"""FP8 products: which layers run them, and refusals. Their values need a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
