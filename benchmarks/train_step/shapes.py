@@ -103,6 +103,7 @@ SHAPES: dict[str, tuple[Architecture, int, int]] = {
     "llama3.2-1b": (_llama3(16, 2048, 8192, 64, tied=True), 4096, 4),
     "llama3.2-1b-64k": (_llama3(16, 2048, 8192, 64, tied=True), 65536, 1),
     "qwen2.5-7b": (_qwen2(28, 3584, 18944, (28, 4), tied=False), 8192, 1),
+    "qwen2.5-7b-half": (_qwen2(14, 3584, 18944, (28, 4), tied=False), 8192, 1),  # fits one GPU
     "llama3.1-8b": (_llama3(32, 4096, 14336, 128, tied=False), 8192, 1),
     "smollm2-135m": (_SMOLLM2, 2048, 16),
     "lab-s": _of_experiment("lab_teacher_s"),

@@ -176,8 +176,6 @@ class ParallelOptions:
             yield "a mixture of experts counts the tokens of each on the host; use auto"
         if linear:
             yield "layers with linear attention are not captured; use auto"
-        if self.fp8:
-            yield "FP8 products (parallel.fp8=true) are not captured; use auto"
         if self.recompute_granularity is not None:
             yield (
                 f"parallel.recompute_granularity={self.recompute_granularity} reads random states "

@@ -21,6 +21,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,6 @@ from megatron.core.dist_checkpointing.core import (
     save_config,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -54,6 +54,7 @@ from dms_train.mcore.errors import SaveError
 _PARTIAL = ".partial"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STDERR = 2  # standard streams may be sockets too
+_COPIES = 8  # tensors copied to host memory at a time
 # Prefix of the reason when one of megatron's writers failed.
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # Message of torch.save when a file cannot be written; its remainder gives file offsets.
@@ -242,12 +243,28 @@ def _replaced(path: Path) -> Path:
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:
-    """Copy tensors to pageable memory for the writing process.
+    """Copy tensors to pageable memory for the writing process, several at a time.
 
     Megatron copies to pinned pages, and a fork shares pinned pages with its parent. Torch gives
     freed pages to the next batch, so the writing process would write tokens among the weights.
     """
-    return filesystem_async.FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    with ThreadPoolExecutor(_COPIES) as threads:
+        tensors = (tensor for *_, (_, data) in buckets for _, tensor in data)
+        copied = threads.map(_on_host, list(tensors))
+        return [
+            (file, key, (raw, [(item, next(copied)) for item, _ in data]))
+            for file, key, (raw, data) in buckets
+        ]
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in host memory; a stream of its own lets it be copied beside others."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.cuda.stream(torch.cuda.Stream(tensor.device)):
+        return tensor.cpu()
 
 
 def _write(
