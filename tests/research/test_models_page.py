@@ -137,6 +137,18 @@ def test_the_page_has_the_scores_of_the_record() -> None:
         assert rows[f"tasks, {title}"] == [_score(model["tasks"].get(key)) for key in CHOICES[:3]]
 
 
+def test_the_page_has_the_second_run() -> None:
+    rows = page_rows("docs/models.md")
+    for model in record("smollm2_135m_second.json")["models"][1:]:
+        window, continuation = (model["perplexity"][part] for part in ("window", "continuation"))
+        assert rows[f"again, CR {model['name'].removeprefix('cr')}"] == [
+            f"{continuation['cr_factor']:.2f}",
+            f"{model['validation']['kl_nats_per_token']:.4f}",
+            *(f"{part['perplexity']:.2f}" for part in (window, continuation)),
+            *(_difference(model["tasks"][key]["difference"]) for key in CHOICES[:2]),
+        ]
+
+
 def test_the_page_has_the_scores_with_window_16() -> None:
     rows = page_rows("docs/models.md")
     known = {m["name"]: m for m in record("smollm2_135m_window_16.json")["models"]}
@@ -155,6 +167,11 @@ def test_the_page_has_the_scores_with_window_16() -> None:
 
 def _score(task: Mapping[str, Any] | None) -> str:
     return "" if task is None else f"{100 * task['score']:.1f} ± {100 * task['half_width']:.1f}"
+
+
+def _difference(found: Mapping[str, float]) -> str:
+    ends = (100 * found[key] for key in ("value", "low", "high"))
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends)
 
 
 def percent(found: Mapping[str, float]) -> str:
@@ -226,8 +243,7 @@ def test_the_page_has_the_scores_of_qwen() -> None:
         assert cells[7] == f"{100 * mean:.2f}"
         assert cells[8:10] == [_score(tasks[key]) for key in LAMBADA]
         if model["name"] != "original":
-            ends = [100 * model["choices"]["difference"][key] for key in ("value", "low", "high")]
-            assert cells[10] == "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends)
+            assert cells[10] == _difference(model["choices"]["difference"])
 
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:

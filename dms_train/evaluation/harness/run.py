@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import platform
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import simple_evaluate, utils
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 from torch import Tensor
@@ -174,24 +176,35 @@ def evaluate(
 def _evaluate_task(lm: EngineLM, task: LoadedTask, options: HarnessOptions) -> dict[str, Any]:
     """Return the harness' results for one task or group, with the suffix in all names."""
     limit = task.limit
-    results: dict[str, Any] = simple_evaluate(
-        model=lm,
-        tasks=[task.item],
-        task_manager=TaskManager(include_defaults=False),
-        num_fewshot=task.num_fewshot,
-        limit=int(limit) if limit is not None and limit >= 1 else limit,
-        gen_kwargs=options.gen_kwargs,
-        system_instruction=options.system_instruction,
-        apply_chat_template=options.apply_chat_template,
-        numpy_random_seed=options.seed,
-        torch_random_seed=options.seed,
-        fewshot_random_seed=options.seed,
-    )
+    with _templates_compiled_once():
+        results: dict[str, Any] = simple_evaluate(
+            model=lm,
+            tasks=[task.item],
+            task_manager=TaskManager(include_defaults=False),
+            num_fewshot=task.num_fewshot,
+            limit=int(limit) if limit is not None and limit >= 1 else limit,
+            gen_kwargs=options.gen_kwargs,
+            system_instruction=options.system_instruction,
+            apply_chat_template=options.apply_chat_template,
+            numpy_random_seed=options.seed,
+            torch_random_seed=options.seed,
+            fewshot_random_seed=options.seed,
+        )
     for block in set(_BY_TASK) & results.keys():
         results[block] = {f"{key}{task.suffix}": value for key, value in results[block].items()}
     for key, children in results.get("group_subtasks", {}).items():
         results["group_subtasks"][key] = [f"{child}{task.suffix}" for child in children]
     return results
+
+
+@contextlib.contextmanager
+def _templates_compiled_once() -> Iterator[None]:
+    """Compile each template of the harness once; it would do so for each example of a prompt."""
+    utils.env.from_string = functools.cache(utils.env.from_string)
+    try:
+        yield
+    finally:
+        del utils.env.from_string  # the method of the class is left
 
 
 def _merge(results: dict[str, Any], further: dict[str, Any]) -> None:

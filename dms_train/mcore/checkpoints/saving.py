@@ -20,7 +20,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,7 @@ from dms_train.mcore.errors import SaveError
 _PARTIAL = ".partial"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STDERR = 2  # standard streams may be sockets too
-_COPIES = 8  # tensors copied to host memory at a time
+_THREADS = 8  # that prepare host memory for a copy
 # Prefix of the reason when one of megatron's writers failed.
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # Message of torch.save when a file cannot be written; its remainder gives file offsets.
@@ -243,28 +243,28 @@ def _replaced(path: Path) -> Path:
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:
-    """Copy tensors to pageable memory for the writing process, several at a time.
+    """Copy tensors to pageable memory for the writing process.
 
     Megatron copies to pinned pages, and a fork shares pinned pages with its parent. Torch gives
     freed pages to the next batch, so the writing process would write tokens among the weights.
+    The first write to a new page takes longer than the copy, so several threads do it before.
     """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    with ThreadPoolExecutor(_COPIES) as threads:
-        tensors = (tensor for *_, (_, data) in buckets for _, tensor in data)
-        copied = threads.map(_on_host, list(tensors))
+    tensors = [tensor for *_, (_, data) in buckets for _, tensor in data if tensor.is_cuda]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        memory = threads.map(_pages, tensors)
         return [
-            (file, key, (raw, [(item, next(copied)) for item, _ in data]))
+            (file, key, (raw, [(item, _on_host(tensor, memory)) for item, tensor in data]))
             for file, key, (raw, data) in buckets
         ]
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in host memory; a stream of its own lets it be copied beside others."""
-    if not tensor.is_cuda:
-        return tensor
-    with torch.cuda.stream(torch.cuda.Stream(tensor.device)):
-        return tensor.cpu()
+def _pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a tensor; every page has been written to."""
+    return torch.empty_like(tensor, device="cpu").zero_()
+
+
+def _on_host(tensor: torch.Tensor, memory: Iterator[torch.Tensor]) -> torch.Tensor:
+    return next(memory).copy_(tensor) if tensor.is_cuda else tensor
 
 
 def _write(

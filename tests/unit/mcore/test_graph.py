@@ -110,7 +110,6 @@ def test_without_fused_kernels_every_step_is_a_computation_of_its_own() -> None:
         ({}, {"packed": True}, r"set data\.packing=false"),
         ({}, {"experts": 4}, "counts the tokens of each"),
         ({}, {"linear": True}, "linear attention"),
-        ({"fp8": True}, {}, "parallel.fp8=true"),
     ],
 )
 def test_layouts_that_cannot_be_captured_run_eagerly_or_are_refused(

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils import collect_env
 
 pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval]'")
 
+from jinja2 import Environment
+from lm_eval import utils
 from lm_eval.tasks import TaskManager
 
 from dms_train.cli.evaluate import main
@@ -98,6 +101,22 @@ def test_results_are_those_of_the_samples(written):
     assert len((written / f"samples_{ROLL}.jsonl").read_text().splitlines()) == 4
     assert "samples" not in results
     assert not list(written.glob("*.partial"))
+
+
+def test_a_template_is_compiled_once_for_all_documents_of_a_task(workspace, monkeypatch):
+    compiled, compile_one = [], Environment.compile
+
+    def counted(self, source, *further, **options):
+        compiled.append(source)
+        return compile_one(self, source, *further, **options)
+
+    monkeypatch.setattr(Environment, "compile", counted)
+    given = ("--limit", "4", "--num-fewshot", "2", "--log-samples")
+    assert main(words(workspace, CHOOSE, "compiled", *given)) == 0
+    times = Counter(source for source in compiled if "{{" in source)
+    assert set(times) == {"{{question}}", "{{choices}}", "{{answer}}"}
+    assert max(times.values()) == 2  # the harness also reads a document when it loads the task
+    assert "from_string" not in vars(utils.env)
 
 
 def test_results_have_the_cost_of_the_cache_and_the_model(workspace, written):
