@@ -69,13 +69,13 @@ def _sort_key(row: dict[str, Any]) -> tuple[int | str, ...]:
 
 def scaling_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield tokens/s/GPU of several copies over the best of one GPU in the same case."""
-    best: dict[tuple[str, str, str, bool], float] = {}
+    best: dict[tuple[str, str, str, str, bool], float] = {}
     copies = []
     for row in rows:
         case = Case.from_dict(row["case"])
         if case.subject != "ours":
             continue
-        key = case.shape, case.kind, case.trains, case.fp8
+        key = case.shape, case.kind, case.trains, case.layers, case.fp8
         if case.layout.world == 1:
             best[key] = max(best.get(key, 0.0), row["tokens_per_s_gpu"])
         elif case.layout.world == case.layout.dp:

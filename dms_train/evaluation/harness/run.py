@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import platform
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lm_eval import simple_evaluate, utils
@@ -197,14 +198,9 @@ def _evaluate_task(lm: EngineLM, task: LoadedTask, options: HarnessOptions) -> d
     return results
 
 
-@contextlib.contextmanager
-def _templates_compiled_once() -> Iterator[None]:
+def _templates_compiled_once() -> AbstractContextManager[Any]:
     """Compile each template of the harness once; it would do so for each example of a prompt."""
-    utils.env.from_string = functools.cache(utils.env.from_string)
-    try:
-        yield
-    finally:
-        del utils.env.from_string  # the method of the class is left
+    return patch.object(utils.env, "from_string", functools.cache(utils.env.from_string))
 
 
 def _merge(results: dict[str, Any], further: dict[str, Any]) -> None:

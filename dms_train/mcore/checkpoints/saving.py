@@ -249,7 +249,7 @@ def _host_copy(buckets: list[Any]) -> list[Any]:
     freed pages to the next batch, so the writing process would write tokens among the weights.
     The first write to a new page takes longer than the copy, so several threads do it before.
     """
-    tensors = [tensor for *_, (_, data) in buckets for _, tensor in data if tensor.is_cuda]
+    tensors = [tensor for *_, (_, data) in buckets for _, tensor in data if not tensor.is_cpu]
     with ThreadPoolExecutor(_THREADS) as threads:
         memory = threads.map(_pages, tensors)
         return [
@@ -264,7 +264,7 @@ def _pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor, memory: Iterator[torch.Tensor]) -> torch.Tensor:
-    return next(memory).copy_(tensor) if tensor.is_cuda else tensor
+    return tensor if tensor.is_cpu else next(memory).copy_(tensor)
 
 
 def _write(

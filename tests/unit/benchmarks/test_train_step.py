@@ -107,7 +107,8 @@ def test_copies_are_compared_with_one_gpu_of_the_same_weights_and_products() -> 
         return {"case": case(kind="dms", **changes).to_dict(), "tokens_per_s_gpu": speed}
 
     two = Layout(dp=2)
-    rows = [row(100.0), row(400.0, trains="lora"), row(150.0, fp8=True), row(90.0, layout=two)]
+    rows = [row(100.0), row(400.0, trains="lora"), row(150.0, fp8=True)]
+    rows += [row(160.0, layers="transformer_engine"), row(90.0, layout=two)]
     rows.append(row(80.0, layout=two, cuda_graph="never"))
     assert list(train_step_page.scaling_lines(rows)) == [
         "qwen2.5-1.5b dms: DP 2 reaches 0.900 of one GPU's fastest on each",

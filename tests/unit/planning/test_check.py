@@ -82,6 +82,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {**GRAPH, "parallel__ddp_bucket_size": 1000}),
         (2, {TP: 2, "parallel__cuda_graph": "auto"}),
         (1, {**FP8, "method__train": "attention"}),
+        (1, {**FP8, **GRAPH}),
         (2, {**FP8, TP: 2, "parallel__sequence_parallel": True, "cluster": {"gpu": "h100"}}),
     ],
 )
