@@ -102,7 +102,7 @@ def test_ratios_compare_the_same_setting_only() -> None:
     ]
 
 
-def test_copies_are_compared_with_one_gpu_of_the_same_weights_and_products() -> None:
+def test_copies_are_compared_with_one_gpu_of_the_same_setting() -> None:
     def row(speed: float, **changes: object) -> dict[str, object]:
         return {"case": case(kind="dms", **changes).to_dict(), "tokens_per_s_gpu": speed}
 
