@@ -160,7 +160,7 @@ BENCHMARK = Benchmark(
     device=False,
     measure=measure,
     tables=tables,
-    stored=(Table("*/sharded_save.json", "docs/scale.md", ("dms_train/mcore/checkpoints",)),),
+    stored=(Table("*/sharded_save*.json", "docs/scale.md", ("dms_train/mcore/checkpoints",)),),
 )
 
 
