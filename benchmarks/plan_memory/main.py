@@ -30,7 +30,8 @@ from dms_train.method.spec import PRESETS
 from dms_train.planning import gpus
 from dms_train.planning.activations import Microbatch
 from dms_train.planning.gpus import GPUS, Calibration, read_calibration
-from dms_train.planning.memory import PipelineStage, of_stage
+from dms_train.planning.memory import of_stage
+from dms_train.planning.pipeline_stage import PipelineStage
 from dms_train.planning.step_time import step_time, work_of
 from dms_train.tables import markdown_table
 

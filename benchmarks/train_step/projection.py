@@ -18,7 +18,7 @@ from dms_train.mcore.options import ParallelOptions
 from dms_train.method.spec import PRESETS
 from dms_train.planning.activations import Microbatch
 from dms_train.planning.flops import forward_flops_per_token
-from dms_train.planning.memory import PipelineStage
+from dms_train.planning.pipeline_stage import PipelineStage
 from dms_train.planning.step_time import SentBytes, sent_bytes
 from dms_train.tables import markdown_table
 

@@ -33,7 +33,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.method.plan import LearningRate, StepPlan
-from dms_train.planning.memory import runs_teacher, stages_of
+from dms_train.planning.pipeline_stage import stages_of
 from dms_train.planning.step_time import sent_bytes
 
 _KINDS = {
@@ -210,7 +210,7 @@ def _engine(config: RunConfig, architecture: Architecture) -> tuple[McoreEngine,
         for parameter in model.parameters():
             parameter.data.zero_()
     engine._optimizer.reload_model_params()
-    if runs_teacher(config):
+    if config.runs_teacher:
         engine.attach_teacher(None)
     engine.begin_stage(_RATE)
     return engine, groups.names()
@@ -231,7 +231,7 @@ def _step(
     engine: McoreEngine, config: RunConfig, batches: list[Batch], names: Mapping[str, str]
 ) -> _Recorder:
     """Record one step."""
-    loss = "distill" if runs_teacher(config) else "lm"
+    loss = "distill" if config.runs_teacher else "lm"
     plan = StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0, loss=loss)
     with _Recorder(names) as recorder:
         engine.train_step(plan, batches)

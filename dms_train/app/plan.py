@@ -18,7 +18,7 @@ from dms_train.method.schedule import evicted_fraction
 from dms_train.planning import divide, layouts
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS
-from dms_train.planning.memory import active_parameter_count, parameter_count
+from dms_train.planning.parameters import active_parameter_count, parameter_count
 from dms_train.planning.run_size import taken_branches
 from dms_train.planning.stored_teacher import stored_bytes, stored_tokens, token_bytes
 from dms_train.training.stages import Action, Stage, build_stages

@@ -11,7 +11,7 @@ from dms_train.planning import layouts, validation_memory
 from dms_train.planning.flops import forward_flops_per_token, student_flops_per_token
 from dms_train.planning.gpus import GPUS, Gpu, calibration
 from dms_train.planning.layouts import Layout
-from dms_train.planning.memory import runs_teacher, stages_of
+from dms_train.planning.pipeline_stage import stages_of
 from dms_train.planning.run_size import run_size
 
 _GIB = 2**30
@@ -65,7 +65,7 @@ def _operations(
 ) -> str:
     data = config.data
     tokens = data.global_batch_size * data.seq_length
-    teacher = forward_flops_per_token(architecture, data.seq_length) * runs_teacher(config)
+    teacher = forward_flops_per_token(architecture, data.seq_length) * config.runs_teacher
     student = student_flops_per_token(
         architecture, data.seq_length, config.trainable, config.method
     )

@@ -19,7 +19,7 @@ from dms_train.mcore.options import (
     Trainable,
 )
 from dms_train.method.base import MethodOptions
-from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
+from dms_train.method.token_losses import PLAIN_LOSS, TOKEN_LOSSES, LossOptions
 from dms_train.observe.options import ObserveOptions
 from dms_train.training.options import LIVE_TEACHER, RunOptions, StageOptions, TeacherOptions
 
@@ -63,3 +63,15 @@ class RunConfig:
     def shares_teacher(self) -> bool:
         """True if the frozen weights of the student are those of its teacher."""
         return self.method.train != "all" and self.run.load is None
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if the loss of any stage to run needs the frozen original."""
+        blocks = (getattr(self.stage, name) for name in self.stage.run)
+        losses = (TOKEN_LOSSES.get(getattr(block, "loss", "")) for block in blocks)
+        return any(loss is not None and loss.needs_teacher for loss in losses)
+
+    @property
+    def runs_teacher(self) -> bool:
+        """True if the frozen original runs beside the student."""
+        return self.needs_teacher and self.teacher.logits is None

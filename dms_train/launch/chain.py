@@ -17,7 +17,7 @@ from dms_train.config.cluster import ClusterOptions
 from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
 from dms_train.observe.state_files import current_stage
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.parameters import parameter_count
 from dms_train.planning.run_size import checkpoint_count, run_size
 from dms_train.training.options import (
     RETROFIT_STAGES,

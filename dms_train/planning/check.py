@@ -16,7 +16,6 @@ from dms_train.mcore.options import PLAIN_LORA
 from dms_train.method.schedule import layer_weights
 from dms_train.planning import divide, layouts
 from dms_train.planning.gpus import GPUS
-from dms_train.planning.memory import needs_teacher, runs_teacher
 from dms_train.training.options import EVICTING_STAGES, STAGES, TEACHER_LOGITS
 
 
@@ -179,7 +178,7 @@ def _kl_limit(config: RunConfig) -> Iterator[str]:
 
 def _teacher_logits(config: RunConfig) -> Iterator[str]:
     stored, batch = config.stage.teacher_logits.samples, config.data.global_batch_size
-    if config.teacher.logits is not None and not needs_teacher(config):
+    if config.teacher.logits is not None and not config.needs_teacher:
         yield f"teacher.logits={config.teacher.logits}: no stage to run distils; leave it out"
     if TEACHER_LOGITS not in config.stage.run:
         return
@@ -196,7 +195,7 @@ def _offload(config: RunConfig) -> Iterator[str]:
     """Yield one line if no teacher has weights of its own that could be offloaded."""
     if not config.teacher.offload:
         return
-    if not runs_teacher(config):
+    if not config.runs_teacher:
         yield "teacher.offload=true: no teacher runs beside the student; leave it out"
     elif config.shares_teacher:
         yield (
@@ -262,7 +261,7 @@ def _starting_weights(config: RunConfig) -> Iterator[str]:
     elif "pretrain" not in run and model.path is None and config.run.load is None:
         other = "" if TEACHER_LOGITS in run else " or run.load"
         yield f"stage.run: {run[0]} needs weights; set model.path (model=hf){other}"
-    elif model.path is None and "pretrain" not in run and needs_teacher(config):
+    elif model.path is None and "pretrain" not in run and config.needs_teacher:
         yield "model.path: distilling needs the original as teacher; set it, or use loss=lm"
     if "hold" in run and "retrofit" not in run and config.run.load is None:
         yield "stage.run: hold needs retrofit before it, or run.load with a retrofitted checkpoint"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.options import Trainable
 from dms_train.method.base import MethodSpec
-from dms_train.planning.memory import layer_products
+from dms_train.planning.parameters import layer_products
 from dms_train.planning.trained import adapters, attention_weights
 
 

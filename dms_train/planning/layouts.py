@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
-from dms_train.planning import divide, memory
+from dms_train.planning import divide
 from dms_train.planning.flops import forward_flops_per_token
 from dms_train.planning.gpus import Calibration, Gpu, calibration
-from dms_train.planning.memory import MemoryEstimate
+from dms_train.planning.memory import MemoryEstimate, of_stage
+from dms_train.planning.pipeline_stage import stages_of
 from dms_train.planning.step_time import StepTime, step_time
 
 _TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
@@ -82,9 +83,9 @@ def _word(value: Any) -> str:
 
 def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> Layout:
     """Return the layout of a configuration that divides."""
-    stages = memory.stages_of(config, architecture, world_size)
+    stages = stages_of(config, architecture, world_size)
     time = step_time(stages, gpu, calibration())
-    return Layout(config, [memory.of_stage(stage) for stage in stages], time, world_size)
+    return Layout(config, [of_stage(stage) for stage in stages], time, world_size)
 
 
 def search(
@@ -106,9 +107,9 @@ def _if_it_fits(
 ) -> Layout | None:
     """Plan a configuration up to its first stage that does not fit, which rules out most."""
     c = calibration()
-    stages, needs = memory.stages_of(config, architecture, world_size), []
+    stages, needs = stages_of(config, architecture, world_size), []
     for stage in stages:
-        needs.append(memory.of_stage(stage))
+        needs.append(of_stage(stage))
         if needs[-1].needed(c, world_size) > gpu.memory:
             return None
     return Layout(config, needs, step_time(stages, gpu, c), world_size)

@@ -9,9 +9,10 @@ from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
 from dms_train.hf.formats.peft import FORMAT as PEFT
-from dms_train.planning.memory import checkpoint_bytes, parameter_count
+from dms_train.planning.parameters import parameter_count
+from dms_train.planning.pipeline_stage import ADAM_MOMENTS
 from dms_train.planning.stored_teacher import stored_bytes
-from dms_train.planning.trained import peft_parameters
+from dms_train.planning.trained import adapters, attention_weights, peft_parameters
 from dms_train.training.stages import Action, Stage, build_stages
 
 _WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
@@ -70,6 +71,20 @@ def run_size(config: RunConfig, architecture: Architecture, loaded_cr: float = 1
         export_bytes=_export_bytes(config, architecture),
         teacher_bytes=stored_bytes(config, architecture.vocab_size),
     )
+
+
+def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """Return the size of one checkpoint: all weights, and fp32 copy and moments of the trained."""
+    count = adapters(architecture, config.trainable, config.method)
+    attending = len(architecture.cache_layers)
+    added = count.parameters(attending, len(architecture.method_layers))
+    weights = parameter_count(architecture) + added
+    updated = {
+        "all": weights,
+        "attention": attending * attention_weights(architecture),
+    }.get(config.method.train, added)
+    state = updated * _WIDTHS["fp32"] * (1 + ADAM_MOMENTS)
+    return weights * _WIDTHS[config.parallel.params_dtype] + state
 
 
 def taken_branches(stage: Stage) -> Iterator[tuple[int, int]]:

@@ -16,8 +16,9 @@ from dms_train.planning import activations, fp8
 from dms_train.planning.activations import Microbatch
 from dms_train.planning.flops import mean_keys, trained_products
 from dms_train.planning.gpus import Calibration, Gpu
-from dms_train.planning.memory import PipelineStage, layer_products, mlp_products
+from dms_train.planning.parameters import layer_products, mlp_products
 from dms_train.planning.pipeline import bubble
+from dms_train.planning.pipeline_stage import PipelineStage
 from dms_train.planning.trained import adapters, attention_weights
 
 _GPUS_PER_NODE = 8

@@ -8,7 +8,7 @@ from dms_train.evaluation.reading import cached_token_bytes, most_tokens, read_t
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
 from dms_train.planning.gpus import calibration
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.parameters import parameter_count
 
 _GIB = 2**30
 _WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}

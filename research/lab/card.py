@@ -21,7 +21,7 @@ from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.results import RunResult, load
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.parameters import parameter_count
 from dms_train.tables import markdown_table
 from research.lab.differences import chain_scores, over_seeds
 from research.lab.tasks import TASKS, named

@@ -13,7 +13,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.families import LayerAttention
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.experts import Experts
-from dms_train.planning.memory import stages_of
+from dms_train.planning.pipeline_stage import stages_of
 from dms_train.planning.step_time import sent_bytes
 from tests.support import configs
 from tests.support.matrix import FULL_MATRIX

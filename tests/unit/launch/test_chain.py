@@ -16,7 +16,7 @@ from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
 from dms_train.launch.chain import Job, chain, container_options, frozen, needs, script
 from dms_train.launch.nodes import Needs
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.parameters import parameter_count
 from tests.support.chains import config, stages
 
 

@@ -12,7 +12,8 @@ from dms_train.families import FAMILIES
 from dms_train.mcore.options import ParallelOptions, Trainable
 from dms_train.method.spec import PRESETS
 from dms_train.planning.activations import Microbatch, layer, linear_layer
-from dms_train.planning.memory import MemoryEstimate, PipelineStage, of_stage
+from dms_train.planning.memory import MemoryEstimate, of_stage
+from dms_train.planning.pipeline_stage import PipelineStage
 from tests.support import configs, launch
 from tests.support.matrix import FULL_MATRIX
 from tests.support.plan_worker import SIZES

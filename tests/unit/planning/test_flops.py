@@ -11,7 +11,7 @@ from dms_train.mcore.options import Trainable
 from dms_train.method.spec import PRESETS
 from dms_train.observe.metrics import Compute
 from dms_train.planning.flops import forward_flops_per_token, mean_keys, student_flops_per_token
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.parameters import parameter_count
 from tests.support import configs
 
 

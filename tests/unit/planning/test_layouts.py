@@ -11,7 +11,8 @@ from dms_train.config.schema import RunConfig
 from dms_train.planning import divide, layouts, validation_memory
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS, calibration, gpu, like
-from dms_train.planning.memory import estimate, parameter_count
+from dms_train.planning.memory import estimate
+from dms_train.planning.parameters import parameter_count
 from tests.support import configs
 
 BIG = configs.KNOWN["llama31_8b"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dms_train.config.schema import RunConfig
-from dms_train.planning.memory import parameter_count
+from dms_train.planning.parameters import parameter_count
 from dms_train.planning.run_size import checkpoint_count, run_size
 from tests.support import configs
 from tests.support.training_loop import FakeParts, only, run

@@ -11,7 +11,9 @@ import pytest
 from dms_train.families import LayerAttention
 from dms_train.planning.flops import forward_flops_per_token
 from dms_train.planning.gpus import GPUS, calibration
-from dms_train.planning.memory import of_stage, parameter_count, stages_of
+from dms_train.planning.memory import of_stage
+from dms_train.planning.parameters import parameter_count
+from dms_train.planning.pipeline_stage import stages_of
 from dms_train.planning.step_time import sent_bytes, step_time, work_of
 from tests.support import configs
 from tests.support.experts import experts_of
