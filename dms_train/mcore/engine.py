@@ -16,7 +16,6 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels import dispatch
-from dms_train.mcore import compat
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.checkpoints.saving import CheckpointSaver
@@ -26,7 +25,15 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters, fp8, fusions, retention
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.model import gathering, low_rank, mapping, sharing, stored, weights
+from dms_train.mcore.model import (
+    eviction_channel,
+    gathering,
+    low_rank,
+    sharing,
+    stored,
+    weights,
+)
+from dms_train.mcore.model.eviction_channel import ChannelRows
 from dms_train.mcore.model.low_rank import AdapterTensors
 from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.offload import OffloadedTeacher
@@ -37,7 +44,6 @@ from dms_train.mcore.schedule.graph import PassGraph, choose_graph
 from dms_train.mcore.schedule.step import PassContext, run_pass, to_device, token_scale
 from dms_train.mcore.schedule.step_statistics import DeviceTotals, PassTotals, StepStatistics
 from dms_train.method.base import MethodOptions
-from dms_train.method.layer import method_layer
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.token_losses import PLAIN_LOSS, TEACHER_LM, LossOptions
 from dms_train.method.top_logits import TopLogits
@@ -270,9 +276,8 @@ class McoreEngine:
         read_totals = functools.cache(device_totals.read)
         update = optim.step(self._optimizer, lambda: math.isfinite(read_totals().loss))
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
-        return self._result(
-            read_totals(),
-            batches,
+        return read_totals().result(
+            batches[0].tokens.shape[1],
             grad_norm=update.grad_norm,
             learning_rate=learning_rate,
             memory_bytes=read_totals().memory_bytes,
@@ -286,7 +291,7 @@ class McoreEngine:
         with torch.no_grad(), retention.counted(self._models):
             pass_totals = self._run(plan, batches, forward_only=True).read()
             kept = self._kept(pass_totals) if plan.eviction != "none" else {}
-        return self._result(pass_totals, batches, **kept)
+        return pass_totals.result(batches[0].tokens.shape[1], **kept)
 
     def _kept(self, pass_totals: PassTotals) -> dict[str, Any]:
         """Return the values of `StepResult` about the tokens held by layer and KV head."""
@@ -295,18 +300,6 @@ class McoreEngine:
         kept = retention.kept(self._models, self.view, shape, pass_totals.positions)
         layers = tuple(a.method_layers)
         return {"kept": tuple(kept[layer] for layer in layers), "kept_layers": layers}
-
-    def _result(self, pass_totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
-        length = batches[0].tokens.shape[1]
-        return StepResult(
-            loss=pass_totals.loss,
-            terms=pass_totals.terms,
-            aux_loss=pass_totals.aux_loss,
-            alpha=pass_totals.alpha / pass_totals.samples,
-            cr_factor=pass_totals.positions / pass_totals.live if pass_totals.live else math.nan,
-            kv_reads=length * pass_totals.reads / pass_totals.samples,
-            **extra,
-        )
 
     @property
     def has_teacher(self) -> bool:
@@ -346,19 +339,14 @@ class McoreEngine:
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
         """
         optim.wait_for_param_gather(self._chunks)
-        if self._optimizer is not None:
-            compat.create_optimizer_state(self._optimizer)
-        for parameter, rows in self._channel_rows(self.spec.channel):
-            parameter.data[rows] = 0
-            if self._optimizer is not None:
-                compat.zero_optimizer_rows(self._optimizer, parameter, rows)
+        eviction_channel.reset(self._channel_rows(self.spec.channel), self._optimizer)
 
     def set_channel(self, channel: int) -> None:
         """Make `channel` the eviction channel, before the first step."""
         options = self._method.options.override(channel=channel)
         self._method.set_options(options)
         self.spec = options.spec
-        self._adapt_channel(channel)
+        eviction_channel.adapt(self._models, self.spec)
         # only adapters have changed; other fp32 weights may be more exact than the bf16 ones
         if self._optimizer is not None and self._options.trainable.adapts:
             self._optimizer.reload_model_params()
@@ -379,57 +367,19 @@ class McoreEngine:
         plan = StepPlan(loss="distill" if self.distills else "lm")
         losses = []
         for channel in channels:
-            with self._zeroed(channel):
+            optim.wait_for_param_gather(self._chunks)
+            eviction_channel.adapt(self._models, self.spec.override(channel=channel))
+            with eviction_channel.zeroed(self._channel_rows(channel)):
                 losses.append(self.evaluate(plan, batches).token_loss)
-        self._adapt_channel(self.spec.channel)
+        eviction_channel.adapt(self._models, self.spec)
         return losses
 
-    @contextlib.contextmanager
-    def _zeroed(self, channel: int) -> Iterator[None]:
-        """Zero the projection of a channel inside the block."""
-        optim.wait_for_param_gather(self._chunks)
-        self._adapt_channel(channel)
-        before = [(p, rows, p.data[rows].clone()) for p, rows in self._channel_rows(channel)]
-        for parameter, rows, _ in before:
-            parameter.data[rows] = 0
-        try:
-            yield
-        finally:
-            for parameter, rows, values in before:
-                parameter.data[rows] = values
-
-    def _adapt_channel(self, channel: int) -> None:
-        """Let adapters replace the frozen rows of a channel, with equal values at first."""
-        layer = method_layer(self.spec.override(channel=channel))
-        for projection in adapters.channel_adapters(self._models):
-            projection.set_rows(projection.channel_rows(layer))
-            projection.read_channel()
-
-    def _channel_rows(self, channel: int) -> Iterator[tuple[Any, list[int]]]:
-        """Yield the parameters of this rank that produce a channel, and its rows of each."""
+    def _channel_rows(self, channel: int) -> Iterator[ChannelRows]:
+        """Return the parameters of this rank that produce a channel, and its rows of each."""
         if self._options.trainable.adapts:
-            for projection in adapters.channel_adapters(self._models):
-                for parameter in projection.channel_parameters():
-                    yield parameter, list(range(len(parameter)))
-            return
-        layer = method_layer(self.spec.override(channel=channel))
-        groups = self.architecture.num_query_groups // self.view.tp_size
-        rows = mapping.eviction_channel_rows(self.architecture, layer, groups)
-        for parameter in self._projections():
-            yield parameter, rows
-
-    def _projections(self) -> Iterator[Any]:
-        """Yield the weight and bias of this rank's q, k, v projections with eviction channels."""
-        numbers = self.architecture.method_layers
-        for model in self._models:
-            for layer in model.decoder.layers:
-                if layer.layer_number - 1 not in numbers:
-                    continue
-                projection = layer.self_attention.linear_qkv
-                for parameter in (projection.weight, projection.bias):
-                    # Transformer Engine has an empty tensor where there is no bias
-                    if parameter is not None and parameter.numel():
-                        yield parameter
+            return eviction_channel.adapter_rows(self._models)
+        spec = self.spec.override(channel=channel)
+        return eviction_channel.projection_rows(self._models, self.architecture, spec, self.view)
 
     @contextlib.contextmanager
     def _merged(self) -> Iterator[None]:
@@ -469,20 +419,9 @@ class McoreEngine:
 
     def hf_gradients(self) -> dict[str, Tensor]:
         """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
-        view = self.view
-
-        def whole(parameter: Any) -> Tensor:
-            group = view.expert_dp_group if weights.is_expert(parameter) else view.dp_cp_group
-            return compat.reduced_gradient(self._optimizer, parameter, group)
-
-        gradients = {
-            parameter: whole(parameter) if parameter.requires_grad else torch.zeros_like(parameter)
-            for model in self._models
-            for parameter in model.parameters()
-        }
-        read = gradients.__getitem__
-        shards = gathering.gather(self._models, self.architecture, self.view, read)
-        return {name: tensor for _, tensors in shards for name, tensor in tensors.items()}
+        return gathering.gather_gradients(
+            self._models, self._optimizer, self.architecture, self.view
+        )
 
     def save(self, path: Path, state: dict[str, Any], *, wait: bool = True) -> None:
         """Write a checkpoint that any parallel layout can load.

@@ -8,6 +8,7 @@ from tests.mutations.wiring import WIRING
 ENGINE = "dms_train/mcore/engine.py"
 STEP = "dms_train/mcore/schedule/step.py"
 MODEL = "dms_train/mcore/model/model.py"
+CHANNEL = "dms_train/mcore/model/eviction_channel.py"
 TOKEN_LOSSES = "dms_train/method/token_losses.py"
 OPTIM = "dms_train/mcore/schedule/optimizer.py"
 COMPAT = "dms_train/mcore/compat.py"
@@ -195,14 +196,14 @@ MUTATIONS = [
     ),
     Mutation(
         "half of the channels are reset under tensor parallelism",
-        ENGINE,
+        CHANNEL,
         "$ARCHITECTURE.num_query_groups // $VIEW.tp_size",
         "$ARCHITECTURE.num_query_groups // $VIEW.tp_size**2",
         ROWS + "[tp2-qwen2-dms-fp32-weight]",
     ),
     Mutation(
         "the reset forgets the bias",
-        ENGINE,
+        CHANNEL,
         "for $PARAMETER in ($PROJECTION.weight, $PROJECTION.bias):\n    $$$BODY",
         "for $PARAMETER in ($PROJECTION.weight,):\n    $$$BODY",
         ROWS + "[tp2-qwen2-dms-fp32-weight]",

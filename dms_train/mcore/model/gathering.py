@@ -16,6 +16,7 @@ from dms_train.families import ParameterMap
 from dms_train.families.decoder.parameters import LOCAL_EXPERTS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.tensors import expected_shapes
+from dms_train.mcore import compat
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import mapping
 from dms_train.mcore.model.weights import global_names, is_expert, is_vocabulary
@@ -89,6 +90,24 @@ def gather(
         if own is not None:
             yield own
             own[1].clear()
+
+
+def gather_gradients(
+    chunks: list[Any], optimizer: Any, architecture: Architecture, view: ParallelView
+) -> dict[str, Tensor]:
+    """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
+
+    def whole(parameter: Any) -> Tensor:
+        group = view.expert_dp_group if is_expert(parameter) else view.dp_cp_group
+        return compat.reduced_gradient(optimizer, parameter, group)
+
+    gradients = {
+        parameter: whole(parameter) if parameter.requires_grad else torch.zeros_like(parameter)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    }
+    shards = gather(chunks, architecture, view, gradients.__getitem__)
+    return {name: tensor for _, tensors in shards for name, tensor in tensors.items()}
 
 
 def _divide(architecture: Architecture, width: int, limit: float) -> list[list[ParameterMap]]:

@@ -6,9 +6,10 @@ alone: the terms of the token loss, `_MEASURED`, `_COUNTED` and the memory of ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.mcore.footprint import own_memory
 from dms_train.mcore.groups import ParallelView
+from dms_train.method.plan import StepResult
 
 # Measured by the last pipeline stage in every micro-batch, after the terms of the token loss.
 _MEASURED = ("aux_loss", "alpha", "live", "reads")
@@ -57,6 +59,18 @@ class PassTotals:
     def loss(self) -> float:
         """The objective."""
         return self.token_loss + self.aux_loss
+
+    def result(self, length: int, **values: Any) -> StepResult:
+        """Return the result of the pass over samples of `length` tokens, with further values."""
+        return StepResult(
+            loss=self.loss,
+            terms=self.terms,
+            aux_loss=self.aux_loss,
+            alpha=self.alpha / self.samples,
+            cr_factor=self.positions / self.live if self.live else math.nan,
+            kv_reads=length * self.reads / self.samples,
+            **values,
+        )
 
 
 class StepStatistics(NamedTuple):
