@@ -76,11 +76,10 @@ def _stand_in() -> None:
     dispatch.train_attention = lambda name: (
         lambda q, k, v, log_keep, *_: _Attention.apply(q, k, v, log_keep)
     )
-    # nothing is received: all ranks are taken to have the same values, and the batch to have tokens
+    # nothing is received: all ranks are taken to have the same values
     dist.all_gather_object = lambda out, value, group=None: out.__setitem__(
         slice(None), [value] * len(out)
     )
-    engine_module.count_loss_tokens = lambda batches, view: 1.0
     plain = dist.new_group
     dist.new_group = lambda *args, **kwargs: plain(*args, **{**kwargs, "backend": "fake"})
 

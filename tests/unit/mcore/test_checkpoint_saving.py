@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -52,6 +53,19 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+def announce(link: Path) -> None:
+    """Make a link that names this process, unless another process has made it."""
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(str(os.getpid()))
+
+
+def announced(link: Path) -> int:
+    """Wait for the first process that announces itself, and return its number."""
+    while not link.is_symlink():
+        time.sleep(0.01)
+    return int(os.readlink(link))
+
+
 def test_it_holds_the_weights_at_the_call_of_save(engine: McoreEngine, tmp_path: Path) -> None:
     path, at_save = tmp_path / "step_00000001", weights(engine)
     engine.save(path, {"step": 1}, wait=False)
@@ -73,7 +87,7 @@ def test_the_writing_process_holds_no_connection_and_ignores_ctrl_c(
     path, writing, go = tmp_path / "step_00000001", tmp_path / "writing", tmp_path / "go"
 
     def slow(_file: int) -> None:
-        writing.write_text(str(os.getpid()))
+        announce(writing)
         while not go.exists():
             time.sleep(0.01)
 
@@ -82,12 +96,11 @@ def test_the_writing_process_holds_no_connection_and_ignores_ctrl_c(
             patched.setattr(os, "fsync", slow)
             engine.save(path, {"step": 1}, wait=False)
             (child,) = multiprocessing.active_children()
-            while not (writing.is_file() and writing.read_text()):
-                time.sleep(0.01)
+            writer = announced(writing)
             own = os.readlink(f"/proc/self/fd/{held.fileno()}")
             assert own in connections(os.getpid())
             assert child.pid is not None
-            for pid in (child.pid, int(writing.read_text())):
+            for pid in (child.pid, writer):
                 assert own not in connections(pid)
                 os.kill(pid, signal.SIGINT)
     finally:
@@ -121,16 +134,14 @@ def test_a_killed_writing_process_fails_this_checkpoint_only(
     path, writing = tmp_path / "step_00000001", tmp_path / "writing"
 
     def slow(_file: int) -> None:
-        writing.write_text(str(os.getpid()))
+        announce(writing)
         while True:
             time.sleep(1)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", slow)
         engine.save(path, {"step": 1}, wait=False)
-        while not (writing.is_file() and writing.read_text()):
-            time.sleep(0.01)
-    os.kill(int(writing.read_text()), signal.SIGKILL)
+        os.kill(announced(writing), signal.SIGKILL)
     with pytest.raises(SaveError, match="a process that writes was killed"):
         engine.finish_save(wait=True)
     assert list(tmp_path.iterdir()) == [writing]
