@@ -76,6 +76,7 @@ TEXTS = {
 }
 
 
+STORED = {"a live original": "base", "a stored original, 64 tokens": "stored-teacher"}
 FP8 = {"all products in bf16": "bf16-layers", "MLPs and output projections in FP8": "fp8"}
 
 
@@ -133,20 +134,32 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
 def test_the_page_has_the_scores_of_the_record() -> None:
     rows = page_rows("docs/models.md")
     for model in record("smollm2_135m.json")["models"]:
-        title = model["name"].replace("cr", "CR ")
-        assert rows[f"tasks, {title}"] == [_score(model["tasks"].get(key)) for key in CHOICES[:3]]
+        title = "tasks, " + model["name"].replace("cr", "CR ")
+        _check_scores(rows[title], model)
 
 
-def test_the_page_has_the_second_run() -> None:
+def test_the_page_has_three_runs() -> None:
     rows = page_rows("docs/models.md")
-    for model in record("smollm2_135m_second.json")["models"][1:]:
-        window, continuation = (model["perplexity"][part] for part in ("window", "continuation"))
-        assert rows[f"again, CR {model['name'].removeprefix('cr')}"] == [
-            f"{continuation['cr_factor']:.2f}",
-            f"{model['validation']['kl_nats_per_token']:.4f}",
-            *(f"{part['perplexity']:.2f}" for part in (window, continuation)),
-            *(_difference(model["tasks"][key]["difference"]) for key in CHOICES[:2]),
-        ]
+    runs = [record(f"smollm2_135m{name}.json")["models"] for name in ("", "_second", "_first")]
+    for same in zip(*(models[1:] for models in runs), strict=True):
+        (name,) = {model["name"] for model in same}
+        cells = []
+        for model in same:
+            window, continuation = (model["perplexity"][p] for p in ("window", "continuation"))
+            cells.append(f"{continuation['cr_factor']:.2f}")
+            cells.append(f"{model['validation']['kl_nats_per_token']:.4f}")
+            cells += [f"{part['perplexity']:.2f}" for part in (window, continuation)]
+        assert rows[name.replace("cr", "runs, CR ")] == cells
+
+
+def _check_scores(cells: list[str], model: Mapping[str, Any]) -> None:
+    """Check the cells of multiple choice, their mean, LAMBADA and the paired difference."""
+    choices, tasks = (*CHOICES, "mmlu@5"), model["tasks"]
+    assert cells[:7] == [_score(tasks[key]) for key in choices]
+    assert cells[7] == f"{100 * statistics.fmean(tasks[key]['score'] for key in choices):.2f}"
+    assert cells[8:10] == [_score(tasks[key]) for key in LAMBADA]
+    if model["name"] != "original":
+        assert cells[10] == _difference(model["choices"]["difference"])
 
 
 def test_the_page_has_the_scores_with_window_16() -> None:
@@ -182,12 +195,15 @@ def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
     rows = page_rows("docs/models.md")
     of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
     found = {m["name"]: m for m in record("qwen25_coder_0_5b_policies.json")["models"]} | of_dms
+    longer = {m["name"]: m for m in record("qwen25_coder_0_5b_policies_16k.json")["models"]} | of_dms
     titles = {"DMS": "dms", **{title: name for title, name in POLICIES.items() if title != "Knorm"}}
     for title, name in titles.items():
         for ratio in (4, 8):
             needles = found[f"{name}_cr{ratio}"]["needles"]
             cells = [interval(needles[n]) if n in needles else "" for n in ("1024", "4096", "8192")]
             reads = f"{needles['8192']['reads_per_token']:,.0f}" if "8192" in needles else ""
+            in_16k = longer.get(f"{name}_cr{ratio}")
+            cells.append(interval(in_16k["needles"]["16384"]) if in_16k else "")
             assert rows[f"needles, {title}, CR {ratio}"] == [*cells, reads]
 
 
@@ -234,16 +250,9 @@ def test_the_page_has_the_numbers_of_qwen() -> None:
 
 
 def test_the_page_has_the_scores_of_qwen() -> None:
-    rows, found = page_rows("docs/models.md"), record("qwen25_coder_0_5b.json")
-    choices = (*CHOICES, "mmlu@5")
-    for model in found["models"]:
-        cells, tasks = rows[f"choices, {QWEN[model['name']]}"], model["tasks"]
-        assert cells[:7] == [_score(tasks[key]) for key in choices]
-        mean = statistics.fmean(tasks[key]["score"] for key in choices)
-        assert cells[7] == f"{100 * mean:.2f}"
-        assert cells[8:10] == [_score(tasks[key]) for key in LAMBADA]
-        if model["name"] != "original":
-            assert cells[10] == _difference(model["choices"]["difference"])
+    rows = page_rows("docs/models.md")
+    for model in record("qwen25_coder_0_5b.json")["models"]:
+        _check_scores(rows[f"choices, {QWEN[model['name']]}"], model)
 
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:
@@ -258,6 +267,8 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
     for title, number in by_title.items():
         (cells,) = (row for name, row in rows.items() if name.startswith(title))
         assert cells == [number(model) for model in shown]
+    (cells,) = (row for name, row in rows.items() if name.startswith("seven tasks"))
+    assert cells == [*(f"{100 * model['choices']['score']:.1f}" for model in shown[:3]), "", ""]
 
 
 def test_the_variants_have_the_numbers_of_the_sweep() -> None:
@@ -300,8 +311,8 @@ def test_short_runs_with_window_64_are_those_of_the_record() -> None:
         assert rows[title] == [*cells, *_found(row)]
 
 
-@pytest.mark.parametrize(("name", "titles"), [("texts", TEXTS), ("fp8", FP8)])
-def test_texts_and_fp8_products_are_those_of_the_record(name: str, titles: dict[str, str]) -> None:
+@pytest.mark.parametrize(("name", "titles"), [("texts", TEXTS), ("fp8", FP8), ("stored_teacher", STORED)])
+def test_other_short_runs_are_those_of_the_record(name: str, titles: dict[str, str]) -> None:
     found = {row["variant"]: row for row in record(f"smollm2_sweep_{name}.json")["rows"]}
     rows = page_rows("docs/models.md")
     for title, name in titles.items():
