@@ -195,7 +195,9 @@ def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
     rows = page_rows("docs/models.md")
     of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
     found = {m["name"]: m for m in record("qwen25_coder_0_5b_policies.json")["models"]} | of_dms
-    longer = {m["name"]: m for m in record("qwen25_coder_0_5b_policies_16k.json")["models"]} | of_dms
+    longer = {
+        m["name"]: m for m in record("qwen25_coder_0_5b_policies_16k.json")["models"]
+    } | of_dms
     titles = {"DMS": "dms", **{title: name for title, name in POLICIES.items() if title != "Knorm"}}
     for title, name in titles.items():
         for ratio in (4, 8):
@@ -311,7 +313,9 @@ def test_short_runs_with_window_64_are_those_of_the_record() -> None:
         assert rows[title] == [*cells, *_found(row)]
 
 
-@pytest.mark.parametrize(("name", "titles"), [("texts", TEXTS), ("fp8", FP8), ("stored_teacher", STORED)])
+@pytest.mark.parametrize(
+    ("name", "titles"), [("texts", TEXTS), ("fp8", FP8), ("stored_teacher", STORED)]
+)
 def test_other_short_runs_are_those_of_the_record(name: str, titles: dict[str, str]) -> None:
     found = {row["variant"]: row for row in record(f"smollm2_sweep_{name}.json")["rows"]}
     rows = page_rows("docs/models.md")
