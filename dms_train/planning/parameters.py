@@ -1,4 +1,4 @@
-"""Number of parameters of a model, and of those that one layer multiplies with every token."""
+"""Weights of a model, of a layer on a rank, and those multiplied with every token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def parameter_count(architecture: Architecture) -> int:
     a = architecture
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
     attending = len(a.cache_layers)
-    layers = attending * layer_weights(a) + a.num_layers * expert_weights(a)
+    layers = attending * attention_layer_weights(a) + a.num_layers * expert_weights(a)
     layers += (a.num_layers - attending) * linear_layer_weights(a)
     return layers + embeddings + a.hidden_size
 
@@ -37,13 +37,13 @@ def layer_products(a: Architecture) -> float:
     return share * _matrices(a) + (1 - share) * linear + common
 
 
-def layer_weights(a: Architecture, tp: int = 1) -> int:
+def attention_layer_weights(a: Architecture, tp: int = 1) -> int:
     """Count the weights of one layer on a tensor-parallel rank, without experts."""
     return _sharded(a) // tp + _replicated(a)
 
 
 def linear_layer_weights(a: Architecture, tp: int = 1) -> int:
-    """Count what `layer_weights` counts, for a layer with linear attention."""
+    """Count what `attention_layer_weights` counts, for a layer with linear attention."""
     return _linear_sharded(a) // tp + _linear_replicated(a)
 
 

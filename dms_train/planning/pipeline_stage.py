@@ -10,7 +10,11 @@ from dms_train.hf.architecture import Architecture
 from dms_train.mcore.options import HOST_PIECE
 from dms_train.planning import trained
 from dms_train.planning.activations import Microbatch, padded_vocab
-from dms_train.planning.parameters import expert_weights, layer_weights, linear_layer_weights
+from dms_train.planning.parameters import (
+    attention_layer_weights,
+    expert_weights,
+    linear_layer_weights,
+)
 from dms_train.planning.stored_teacher import step_bytes
 from dms_train.planning.trained import attention_weights
 from dms_train.training.options import TEACHER_LOGITS
@@ -101,7 +105,7 @@ class PipelineStage:
     def layer_parameters(self) -> int:
         """Weights of layers on each of the stage's processes."""
         a, tp = self.microbatch.architecture, self.microbatch.tp
-        weights = self.attention_layers * layer_weights(a, tp)
+        weights = self.attention_layers * attention_layer_weights(a, tp)
         return weights + sum(self.linear_layers) * linear_layer_weights(a, tp) + self.experts
 
     @property

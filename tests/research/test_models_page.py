@@ -143,13 +143,20 @@ def test_the_page_has_three_runs() -> None:
     runs = [record(f"smollm2_135m{name}.json")["models"] for name in ("", "_second", "_first")]
     for same in zip(*(models[1:] for models in runs), strict=True):
         (name,) = {model["name"] for model in same}
-        cells = []
+        cells: list[str] = []
         for model in same:
             window, continuation = (model["perplexity"][p] for p in ("window", "continuation"))
             cells.append(f"{continuation['cr_factor']:.2f}")
             cells.append(f"{model['validation']['kl_nats_per_token']:.4f}")
             cells += [f"{part['perplexity']:.2f}" for part in (window, continuation)]
+            needles = model["needles"].get("4096")
+            cells.append(f"{needles['value']:.2f}" if needles else "")
         assert rows[name.replace("cr", "runs, CR ")] == cells
+    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    for model in runs[1]:
+        if model["name"] in ("cr4", "cr8"):
+            for key in CHOICES[:2]:
+                assert _difference(model["tasks"][key]["difference"]) in text
 
 
 def _check_scores(cells: list[str], model: Mapping[str, Any]) -> None:
@@ -158,8 +165,8 @@ def _check_scores(cells: list[str], model: Mapping[str, Any]) -> None:
     assert cells[:7] == [_score(tasks[key]) for key in choices]
     assert cells[7] == f"{100 * statistics.fmean(tasks[key]['score'] for key in choices):.2f}"
     assert cells[8:10] == [_score(tasks[key]) for key in LAMBADA]
-    if model["name"] != "original":
-        assert cells[10] == _difference(model["choices"]["difference"])
+    of_original = model["name"] == "original"
+    assert cells[10] == ("" if of_original else _difference(model["choices"]["difference"]))
 
 
 def test_the_page_has_the_scores_with_window_16() -> None:
@@ -270,7 +277,10 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
         (cells,) = (row for name, row in rows.items() if name.startswith(title))
         assert cells == [number(model) for model in shown]
     (cells,) = (row for name, row in rows.items() if name.startswith("seven tasks"))
-    assert cells == [*(f"{100 * model['choices']['score']:.1f}" for model in shown[:3]), "", ""]
+    assert cells == [
+        *(f"{100 * model['choices']['score']:.1f}" for model in shown[:3]),
+        *("not measured",) * 2,
+    ]
 
 
 def test_the_variants_have_the_numbers_of_the_sweep() -> None:
@@ -319,6 +329,7 @@ def test_short_runs_with_window_64_are_those_of_the_record() -> None:
 def test_other_short_runs_are_those_of_the_record(name: str, titles: dict[str, str]) -> None:
     found = {row["variant"]: row for row in record(f"smollm2_sweep_{name}.json")["rows"]}
     rows = page_rows("docs/models.md")
+    assert set(found) - {"original"} == set(titles.values())
     for title, name in titles.items():
         row = found[name]
         cells = [f"{row['kl']:.4f}" if "kl" in row else "", _ratio(row)]
@@ -340,4 +351,7 @@ def test_the_records_print() -> None:
     for device in (H100, H200):
         assert "| cr8 |" in report_text(record("smollm2_135m.json", device))
         assert "| base |" in table(record("smollm2_sweep.json", device))
+    for name in ("second", "first"):
+        assert "| cr8 |" in report_text(record(f"smollm2_135m_{name}.json"))
+    assert "| quest_cr8 |" in report_text(record("qwen25_coder_0_5b_policies_16k.json"))
     assert "| DMS minus Vanilla | GSM8K |" in report_text(record("qwen25_coder_0_5b.json"))

@@ -247,7 +247,8 @@ def _host_copy(buckets: list[Any]) -> list[Any]:
 
     Megatron copies to pinned pages, and a fork shares pinned pages with its parent. Torch gives
     freed pages to the next batch, so the writing process would write tokens among the weights.
-    The first write to a new page takes longer than the copy, so several threads do it before.
+    The first write to a new page takes longer than a copy to a page that exists, so several
+    threads do it before.
     """
     tensors = [tensor for *_, (_, data) in buckets for _, tensor in data if not tensor.is_cpu]
     with ThreadPoolExecutor(_THREADS) as threads:

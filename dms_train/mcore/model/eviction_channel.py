@@ -43,11 +43,11 @@ def projection_rows(
         yield parameter, rows
 
 
-def _projections(models: list[Any], numbers: list[int]) -> Iterator[Any]:
+def _projections(models: list[Any], layer_numbers: list[int]) -> Iterator[Any]:
     """Yield the weight and bias of the q, k, v projections of the layers with these numbers."""
     for model in models:
         for layer in model.decoder.layers:
-            if layer.layer_number - 1 not in numbers:
+            if layer.layer_number - 1 not in layer_numbers:
                 continue
             projection = layer.self_attention.linear_qkv
             for parameter in (projection.weight, projection.bias):
@@ -56,20 +56,20 @@ def _projections(models: list[Any], numbers: list[int]) -> Iterator[Any]:
                     yield parameter
 
 
-def reset(channel: Iterable[ChannelRows], optimizer: Any) -> None:
+def reset(channel_rows: Iterable[ChannelRows], optimizer: Any) -> None:
     """Zero the channel, and its optimizer state unless `optimizer` is None."""
     if optimizer is not None:
         compat.create_optimizer_state(optimizer)
-    for parameter, rows in channel:
+    for parameter, rows in channel_rows:
         parameter.data[rows] = 0
         if optimizer is not None:
             compat.zero_optimizer_rows(optimizer, parameter, rows)
 
 
 @contextlib.contextmanager
-def zeroed(channel: Iterable[ChannelRows]) -> Iterator[None]:
+def zeroed(channel_rows: Iterable[ChannelRows]) -> Iterator[None]:
     """Zero the channel inside the block."""
-    before = [(p, rows, p.data[rows].clone()) for p, rows in channel]
+    before = [(p, rows, p.data[rows].clone()) for p, rows in channel_rows]
     for parameter, rows, _ in before:
         parameter.data[rows] = 0
     try:
