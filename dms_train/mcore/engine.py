@@ -25,14 +25,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import adapters, fp8, fusions, retention
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers.attention import MethodState
-from dms_train.mcore.model import (
-    eviction_channel,
-    gathering,
-    low_rank,
-    sharing,
-    stored,
-    weights,
-)
+from dms_train.mcore.model import eviction_channel, gathering, low_rank, sharing, stored, weights
 from dms_train.mcore.model.eviction_channel import ChannelRows
 from dms_train.mcore.model.low_rank import AdapterTensors
 from dms_train.mcore.model.model import DMSModel, transformer_config
