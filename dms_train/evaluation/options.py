@@ -233,7 +233,7 @@ class RunFolderOptions:
         dir: Folder of the run; the processes of one run share it.
         shard: Number of this process, from 0.
         shards: Number of processes.
-        workers: Processes that compare answers.
+        workers: Processes that compare answers or run programs.
         allow_code: Run programs that the model wrote, with limits on time, memory and output:
             `sandbox` in bubblewrap, `unisolated` with the rights of this process.
     """
@@ -282,7 +282,7 @@ class TaskStageOptions:
         policy: Cache policy.
         sampling: Sampling of the chains.
         sweep: Budgets.
-        workers: Processes that compare answers.
+        workers: Processes that compare answers or run programs.
         allow_code: Run programs that the model wrote, with limits on time, memory and output:
             `sandbox` in bubblewrap, `unisolated` with the rights of this process.
     """

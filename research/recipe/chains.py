@@ -32,6 +32,7 @@ _FILES = {
     "humaneval": "openai/openai_humaneval/test.jsonl",
 }
 _RUNS_PROGRAMS = "humaneval"
+_WORKERS = 4  # of each evaluation
 
 
 def chain_steps(settings: Settings) -> list[Step]:
@@ -65,6 +66,7 @@ def _run(settings: Settings, model: Model, task: str) -> Step:
         f"sweep.widths=[{','.join(map(str, _WIDTHS))}]",
         *_SAMPLING,
         f"run.dir={_folder(settings, model.name, task)}",
+        f"run.workers={_WORKERS}",
     ]
     if settings.cache_bytes is not None:
         words.append(f"model.cache_bytes={settings.cache_bytes}")

@@ -138,6 +138,7 @@ def test_chains_are_sampled_from_the_original_and_its_exports(tmp_path: Path) ->
     options = compose_evaluation(made["chains_humaneval_cr4"].words()[3:])
     assert options.run.allow_code == "sandbox"
     assert options.task.limit == 7
+    assert options.run.workers == 4
     assert options.sweep.widths == (1, 2, 4, 8, 16)
     assert not [step for step in steps(settings(tmp_path)) if step.name.startswith("chains")]
 

@@ -40,12 +40,13 @@ class AnswerChecker:
     """Services that scorers need; use it as a context manager.
 
     Args:
-        workers: Processes that compare expressions; they start with the first comparison.
+        workers: Processes that compare expressions, which start with the first comparison, and
+            programs of a model that run at the same time.
         allow_code: One of `options.CODE_MODES`; None runs no program that a model wrote.
     """
 
     def __init__(self, workers: int = 1, *, allow_code: str | None = None) -> None:
-        self._workers = workers
+        self.workers = workers
         self._verifier: Verifier | None = None
         self.allow_code = allow_code
 
@@ -82,7 +83,7 @@ class AnswerChecker:
         if not attempts:
             return []
         if self._verifier is None:
-            self._verifier = Verifier(self._workers)
+            self._verifier = Verifier(self.workers)
         return list(self._verifier.verdicts(attempts))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from dms_train.evaluation.answers import Verdict, final_text
 from dms_train.evaluation.programs import ProgramTest, passes
@@ -30,8 +32,9 @@ class ProgramScorer(Scorer):
             EvaluationError: Running code was not allowed, or cannot be isolated here.
         """
         sandboxed = checker.runs_sandboxed()
-        tests = program_tests(document)
-        return [_score(text, tests, sandboxed) for text in texts]
+        score = partial(_score, tests=program_tests(document), sandboxed=sandboxed)
+        with ThreadPoolExecutor(checker.workers) as pool:  # each waits for its processes
+            return list(pool.map(score, texts))
 
 
 def _score(text: str, tests: list[ProgramTest], sandboxed: bool) -> Score:

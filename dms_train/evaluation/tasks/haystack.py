@@ -42,7 +42,9 @@ def sentences(text: str) -> list[str]:
     return _SENTENCE_END.split(text)
 
 
-def largest_fit(length_of: Callable[[int], int], limit: int, what: str) -> int:
+def largest_fit(
+    length_of: Callable[[int], int], limit: int, what: str, near: int | None = None
+) -> int:
     """Return the largest size whose prompt is at most `limit` tokens long.
 
     Args:
@@ -50,19 +52,26 @@ def largest_fit(length_of: Callable[[int], int], limit: int, what: str) -> int:
             the size.
         limit: Maximum number of tokens.
         what: Name of the task, for the refusal.
+        near: Size to search from, such as that of the prompt before; it decides the number of
+            calls alone.
 
     Raises:
         EvaluationError: Not even size 0 fits.
     """
-    if length_of(0) > limit:
-        raise EvaluationError(
-            f"task {what}: a prompt without its filler has {length_of(0)} tokens and must fit into "
-            f"{limit}; raise task.context_length"
-        )
-    bound = 16
-    while length_of(bound) <= limit:
-        bound *= 2
-    return bisect_right(range(bound), limit, key=length_of) - 1
+    fits, above, step = 0 if near is None else near, None, 1
+    while length_of(fits) > limit:
+        if fits == 0:
+            raise EvaluationError(
+                f"task {what}: a prompt without its filler has {length_of(0)} tokens and must fit "
+                f"into {limit}; raise task.context_length"
+            )
+        fits, above, step = max(0, fits - step), fits, 2 * step
+    while above is None:
+        if length_of(fits + step) <= limit:
+            fits, step = fits + step, 2 * step
+        else:
+            above = fits + step
+    return bisect_right(range(fits + 1, above), limit, key=length_of) + fits
 
 
 def unlike(draw: Callable[[random.Random], str], rng: random.Random) -> Iterator[str]:

@@ -54,9 +54,10 @@ class Niah(Task):
         """Yield prompts that fill `options.context_length` tokens together with their answers."""
         if options.haystack is None:
             raise EvaluationError(f"task niah: needs task.haystack=FILE, {self.where}")
-        words = read_words(Path(options.haystack))
+        words, size = read_words(Path(options.haystack)), None
         for needle in needles(options.count, options.seed):
-            context = _filled(words, needle, options.context_length, tokens)
+            size = _words_that_fit(words, needle, options.context_length, tokens, near=size)
+            context = hidden(cycled(words, size), needle)
             yield {"context": context, "query": needle.key, **needle._asdict()}
 
     def document(self, row: Row, options: TaskOptions) -> Document:
@@ -120,14 +121,15 @@ def hidden(text: str, needle: Needle) -> str:
     return " ".join([*all_sentences[:at], line, *all_sentences[at:]])
 
 
-def _filled(words: list[str], needle: Needle, length: int, tokens: TokenCounter) -> str:
-    """Return the longest context whose prompt leaves room for the answer in `length` tokens."""
+def _words_that_fit(
+    words: list[str], needle: Needle, length: int, tokens: TokenCounter, near: int | None
+) -> int:
+    """Return the most words whose prompt leaves room for the answer in `length` tokens."""
 
     def prompt_tokens(size: int) -> int:
         return tokens(_messages(hidden(cycled(words, size), needle), needle.key))
 
-    size = largest_fit(prompt_tokens, length - ANSWER_TOKENS, "niah")
-    return hidden(cycled(words, size), needle)
+    return largest_fit(prompt_tokens, length - ANSWER_TOKENS, "niah", near)
 
 
 def _messages(context: str, query: str) -> Messages:

@@ -242,7 +242,7 @@ WIRES: dict[str, Wire] = {
         lambda p: sorted(each.document.id for each in p.run.documents[1::2]),
         {"run.shards": 2},
     ),
-    "run.workers": Wire(3, checker("_workers")),
+    "run.workers": Wire(3, checker("workers")),
     "run.allow_code": Wire("unisolated", checker("allow_code")),
 }
 # a process of its own takes a part of the documents; the stage has no such options

@@ -85,6 +85,21 @@ def test_hidden_tests_count():
     assert verdicts(document, written("print(2)")) == ["wrong"]  # passes the one that is shown
 
 
+def test_programs_of_several_workers_run_at_the_same_time(tmp_path):
+    """Each program ends only if the other one has begun."""
+    (document,) = [d for d in DOCUMENTS if d.id == "fix_a"]
+    waits = f"""import os, time
+open({str(tmp_path)!r} + '/ME', 'w').close()
+while not os.path.exists({str(tmp_path)!r} + '/OTHER'):
+    time.sleep(0.01)
+print(2 * int(input()))"""
+    first = waits.replace("ME", "a").replace("OTHER", "b")
+    second = waits.replace("ME", "b").replace("OTHER", "a")
+    with AnswerChecker(2, allow_code="unisolated") as checker:
+        scores = ProgramScorer().scores(document, [written(first), written(second)], checker)
+    assert [score.verdict for score in scores] == ["correct", "correct"]
+
+
 def test_nothing_runs_unless_it_is_allowed():
     with AnswerChecker() as checker, pytest.raises(EvaluationError, match="only with --allow-code"):
         ProgramScorer().scores(DOCUMENTS[0], [written("print(1)")], checker)

@@ -171,6 +171,29 @@ def test_the_largest_fit_is_found_exactly():
         assert largest_fit(lambda n: 3 + 2 * n, limit, "t") == (limit - 3) // 2
 
 
+def test_the_largest_fit_does_not_depend_on_where_the_search_begins():
+    for limit in range(3, 40):
+        truth = max(n for n in range(40) if 3 + n * n // 8 <= limit)
+        for near in range(40):
+            assert largest_fit(lambda n: 3 + n * n // 8, limit, "t", near) == truth
+    with pytest.raises(EvaluationError, match="has 3 tokens and must fit into 2"):
+        largest_fit(lambda n: 3 + n, 2, "t", near=7)
+
+
+def test_the_search_for_a_size_begins_at_that_of_the_prompt_before(haystack):
+    calls = []
+
+    def counted(messages):
+        calls.append(messages)
+        return tokens(messages)
+
+    for name in ("niah", "variable_tracking"):
+        options = TaskOptions(count=20, context_length=2000, haystack=haystack)
+        list(task(name).generate(options, counted))
+        assert len(calls) < 20 * 8
+        calls.clear()
+
+
 def test_sentences_are_cut_behind_their_signs():
     text = 'It is 3.5 m. "Why?" He said no! 7 came. e.g. this'
     assert sentences(text) == ["It is 3.5 m.", '"Why?" He said no!', "7 came. e.g. this"]
