@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -228,29 +229,49 @@ def test_the_page_has_the_perplexities_of_qwen_with_policies() -> None:
         assert rows[f"perplexity, {title}"] == cells
 
 
-def test_the_page_has_the_numbers_of_qwen() -> None:
-    rows, found = page_rows("docs/models.md"), record("qwen25_coder_0_5b.json")
+@pytest.mark.parametrize("prefix", ["", "window 16, "])
+def test_the_page_has_the_numbers_of_qwen(prefix: str) -> None:
+    rows, found = page_rows("docs/models.md"), _qwen(prefix)
     for model in found["models"]:
-        cells, needles = rows[f"Qwen, {QWEN[model['name']]}"], model["needles"]
+        cells, needles = rows[f"Qwen, {prefix}{QWEN[model['name']]}"], model["needles"]
         assert cells[0] == f"{model['perplexity']['continuation']['cr_factor']:.2f}"
         if model["name"] != "original":
             assert cells[1] == f"{model['validation']['kl_nats_per_token']:.4f}"
         assert cells[2] == f"{model['perplexity']['window']['perplexity']:.2f}"
         assert cells[3] == f"{model['perplexity']['continuation']['perplexity']:.2f}"
         lengths = ("1024", "4096", "8192", "16384")
-        assert cells[4:8] == [f"{needles[key]['value']:.2f}" for key in lengths]
-        assert cells[8] == f"{needles['16384']['reads_per_token']:,.0f}"
-    names = ["original", "control", "cr2", "cr4", "cr8"]
+        found_needles = [
+            f"{needles[key]['value']:.2f}" if key in needles else "" for key in lengths
+        ]
+        assert cells[4:8] == found_needles
+        longest = needles.get("16384")  # the last run ended before the original's
+        assert cells[8] == (f"{longest['reads_per_token']:,.0f}" if longest else "")
+
+
+CHAINS = {
+    "": (["original", "cr4", "cr8"], {"GSM8K": "gsm8k", "HumanEval": "humaneval"}),
+    "window 16, ": (
+        ["original", "control", "cr2", "cr4", "cr8"],
+        {"GSM8K": "gsm8k", "MATH-500": "math500", "HumanEval": "humaneval"},
+    ),
+}
+
+
+@pytest.mark.parametrize("prefix", CHAINS)
+def test_the_page_has_the_chains_of_qwen(prefix: str) -> None:
+    rows, found = page_rows("docs/models.md"), _qwen(prefix)
+    names, tasks = CHAINS[prefix]
     points = {
         (p["task"], p["model"], p["chains"], p["length"]): p for p in found["chains"]["points"]
     }
-    for title, task in (("GSM8K", "gsm8k"), ("MATH-500", "math500"), ("HumanEval", "humaneval")):
+    assert {(task, name) for task, name, *_ in points} == set(product(tasks.values(), names))
+    for title, task in tasks.items():
         for chains in (1, 4, 16):
             row = [points[task, name, chains, 2] for name in names]
             cells = [percent(point["accuracy"]) for point in row]
-            row.pop(names.index("control"))
-            cells += [f"{point['kv_reads']:,.0f}" for point in row]
-            assert rows[f"{title}, {chains}"] == cells
+            reads = [p for p, name in zip(row, names, strict=True) if name != "control"]
+            cells += [f"{point['kv_reads']:,.0f}" for point in reads]
+            assert rows[f"{prefix}{title}, {chains}"] == cells
     text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
     for margin in found["chains"]["margins"]:
         if margin["cost"] == "KV reads":
@@ -258,10 +279,23 @@ def test_the_page_has_the_numbers_of_qwen() -> None:
             assert f"{margin['value']:+.1f} [{low:.1f}, {high:.1f}]" in text
 
 
-def test_the_page_has_the_scores_of_qwen() -> None:
+@pytest.mark.parametrize("prefix", ["", "window 16, "])
+def test_the_page_has_the_scores_of_qwen(prefix: str) -> None:
     rows = page_rows("docs/models.md")
-    for model in record("qwen25_coder_0_5b.json")["models"]:
-        _check_scores(rows[f"choices, {QWEN[model['name']]}"], model)
+    for model in _qwen(prefix)["models"]:
+        title = f"choices, {prefix}{QWEN[model['name']]}"
+        if "tasks" in model:
+            _check_scores(rows[title], model)
+        else:
+            assert title not in rows
+        if "tasks" in model and not prefix:
+            cells = [_score(model["tasks"][key]) for key in ("gsm8k@5", "gsm8k_cot")]
+            assert rows[f"greedy, {QWEN[model['name']]}"] == cells
+
+
+def _qwen(prefix: str) -> dict[str, Any]:
+    """Record of the recipe; of the one before if the rows of the page begin with a prefix."""
+    return record(f"qwen25_coder_0_5b{'_window_16' if prefix else ''}.json")
 
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:
@@ -354,4 +388,5 @@ def test_the_records_print() -> None:
     for name in ("second", "first"):
         assert "| cr8 |" in report_text(record(f"smollm2_135m_{name}.json"))
     assert "| quest_cr8 |" in report_text(record("qwen25_coder_0_5b_policies_16k.json"))
-    assert "| DMS minus Vanilla | GSM8K |" in report_text(record("qwen25_coder_0_5b.json"))
+    for prefix in CHAINS:
+        assert "| DMS minus Vanilla | GSM8K |" in report_text(_qwen(prefix))

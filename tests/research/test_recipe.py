@@ -258,12 +258,12 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
 
 
 def test_the_trainings_are_those_of_the_first_trial(tmp_path: Path) -> None:
-    """Batch, rates and steps are those of both models; window and learning rate differ."""
-    for name, window, rate in zip(REAL, (64, 16), (2e-4, 5e-5), strict=True):
+    """Batch, rates and steps are those of both models; the learning rate differs."""
+    for name, rate in zip(REAL, (2e-4, 5e-5), strict=True):
         made = {step.name: step.words() for step in steps(settings(tmp_path, name))}
         config = compose(made["train"][2:])
         stage = config.stage
-        assert config.method.window == window
+        assert config.method.window == 64
         assert config.data.seq_length * config.data.global_batch_size == 65536
         assert (config.optim.lr, config.optim.lr_warmup_steps) == (rate, 10)
         assert (stage.zero_neuron.steps, stage.retrofit.steps_per_cr) == (60, 100)
