@@ -32,7 +32,7 @@ _FILES = {
     "humaneval": "openai/openai_humaneval/test.jsonl",
 }
 _RUNS_PROGRAMS = "humaneval"
-_WORKERS = 4  # of each evaluation
+_WORKERS = 4  # processes of each evaluation that compare answers or run programs
 
 
 def chain_steps(settings: Settings) -> list[Step]:

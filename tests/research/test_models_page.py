@@ -261,6 +261,7 @@ CHAINS = {
 def test_the_page_has_the_chains_of_qwen(prefix: str) -> None:
     rows, found = page_rows("docs/models.md"), _qwen(prefix)
     names, tasks = CHAINS[prefix]
+    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
     points = {
         (p["task"], p["model"], p["chains"], p["length"]): p for p in found["chains"]["points"]
     }
@@ -272,7 +273,11 @@ def test_the_page_has_the_chains_of_qwen(prefix: str) -> None:
             reads = [p for p, name in zip(row, names, strict=True) if name != "control"]
             cells += [f"{point['kv_reads']:,.0f}" for point in reads]
             assert rows[f"{prefix}{title}, {chains}"] == cells
-    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+        if not prefix:
+            solved = [f"{100 * point['chain_accuracy']:.1f}" for point in row]
+            ends = [f"{point['tokens']:.0f}" for point in row]
+            for numbers, unit in ((solved, "%"), (ends, "tokens")):
+                assert f"{numbers[0]}, {numbers[1]} and {numbers[2]} {unit}" in text
     for margin in found["chains"]["margins"]:
         if margin["cost"] == "KV reads":
             low, high = margin["interval"]

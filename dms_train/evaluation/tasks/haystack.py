@@ -52,26 +52,26 @@ def largest_fit(
             the size.
         limit: Maximum number of tokens.
         what: Name of the task, for the refusal.
-        near: Size to search from, such as that of the prompt before; it decides the number of
-            calls alone.
+        near: Size to search from, such as that of the previous prompt. The result does not depend
+            on it, only the number of calls.
 
     Raises:
         EvaluationError: Not even size 0 fits.
     """
-    fits, above, step = 0 if near is None else near, None, 1
-    while length_of(fits) > limit:
-        if fits == 0:
+    low, high, step = near or 0, None, 1
+    while length_of(low) > limit:
+        if low == 0:
             raise EvaluationError(
                 f"task {what}: a prompt without its filler has {length_of(0)} tokens and must fit "
                 f"into {limit}; raise task.context_length"
             )
-        fits, above, step = max(0, fits - step), fits, 2 * step
-    while above is None:
-        if length_of(fits + step) <= limit:
-            fits, step = fits + step, 2 * step
+        low, high, step = max(0, low - step), low, 2 * step
+    while high is None:
+        if length_of(low + step) <= limit:
+            low, step = low + step, 2 * step
         else:
-            above = fits + step
-    return bisect_right(range(fits + 1, above), limit, key=length_of) + fits
+            high = low + step
+    return bisect_right(range(low + 1, high), limit, key=length_of) + low
 
 
 def unlike(draw: Callable[[random.Random], str], rng: random.Random) -> Iterator[str]:

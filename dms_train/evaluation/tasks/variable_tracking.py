@@ -43,9 +43,9 @@ class VariableTracking(Task):
         """Yield prompts that fill `options.context_length` tokens together with their answers."""
         lines = None
         for number in range(options.count):
-            sheet = _Sheet(f"{options.seed}:{number}")
-            lines = sheet.lines_that_fit(options.context_length, tokens, near=lines)
-            yield sheet.row(lines)
+            seed = f"{options.seed}:{number}"
+            row, lines = _row(seed, options.context_length, tokens, near=lines)
+            yield row
 
     def document(self, row: Row, options: TaskOptions) -> Document:
         """Read columns `context`, `query` and `answers`."""
@@ -76,28 +76,19 @@ def scattered(chains: list[tuple[str, str]], lines: int, rng: random.Random) -> 
     return "\n".join(text)
 
 
-class _Sheet:
-    """Assignments of one prompt, the first of which is asked for."""
+def _row(seed: str, length: int, tokens: TokenCounter, near: int | None) -> tuple[Row, int]:
+    """Return a row that fills `length` tokens, and its lines of noise; `near` begins the search."""
+    chains = assignments(random.Random(seed))
+    name, value = chains[0]
 
-    def __init__(self, seed: str) -> None:
-        self._seed = seed
-        self._chains = assignments(random.Random(seed))
+    def context(lines: int) -> str:
+        return scattered(chains, lines, random.Random(f"{seed}:lines"))
 
-    def lines_that_fit(self, length: int, tokens: TokenCounter, near: int | None) -> int:
-        """Return the most lines whose prompt leaves room for the answer in `length` tokens."""
+    def prompt_tokens(lines: int) -> int:
+        return tokens(_messages(context(lines), value))
 
-        def prompt_tokens(lines: int) -> int:
-            return tokens(_messages(self._context(lines), self._chains[0][1]))
-
-        return largest_fit(prompt_tokens, length - ANSWER_TOKENS, "variable_tracking", near)
-
-    def row(self, lines: int) -> Row:
-        """Return the row of a prompt with this many lines of noise."""
-        name, value = self._chains[0]
-        return {"context": self._context(lines), "query": value, "answers": [name]}
-
-    def _context(self, lines: int) -> str:
-        return scattered(self._chains, lines, random.Random(f"{self._seed}:lines"))
+    lines = largest_fit(prompt_tokens, length - ANSWER_TOKENS, "variable_tracking", near)
+    return {"context": context(lines), "query": value, "answers": [name]}, lines
 
 
 def _messages(context: str, value: str, variables: int = 1) -> Messages:
