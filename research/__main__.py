@@ -35,7 +35,6 @@ COMMANDS = {
     "lab-card": Command("research.lab.card", "write the model card of a teacher"),
     "lab-differences": Command("research.lab.differences", "compare retrofits with their teacher"),
     "lab-ratios": Command("research.lab.ratios", "compare methods at equal compression ratios"),
-    "lab-wall-clock": Command("research.lab.wall_clock", "measure accuracy against seconds"),
     "recipe": Command("research.recipe.run", "retrofit a real model, from download to report"),
     "recipe-needles": Command("research.recipe.needles", "hide needles in prompts of each length"),
     "recipe-prompts": Command("research.recipe.prompts", "write instructions for a model"),
@@ -43,6 +42,7 @@ COMMANDS = {
     "retention": Command("research.retention.run", "show which tokens each KV head keeps"),
     "policies": Command("research.policies.run", "compare all cache policies at equal ratios"),
     "ablations": Command("research.ablations", "evaluate the ablation experiments"),
+    "wall-clock": Command("research.wall_clock", "measure accuracy against seconds"),
     "exam": Command("research.exam", "solve exam problems greedily"),
 }
 

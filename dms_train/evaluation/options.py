@@ -112,7 +112,8 @@ class ModelRunOptions:
 
     Attributes:
         cr: Compression ratio in tables; None takes the export's own, or 1.
-        prompt_format: Format around a prompt; `auto` goes by the tokenizer.
+        prompt_format: Format around a prompt; `auto` chooses by the tokenizer, `template` is the
+            chat template of the model.
         dtype: Dtype of weights and cache.
         device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
         max_num_seqs: Chains in the cache at the same time.

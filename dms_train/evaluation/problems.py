@@ -15,7 +15,7 @@ from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.sheet import SheetScorer
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.tasks.exam_sheets import ExamSheets
-from dms_train.evaluation.tasks.prompts import load_tokenizer, prompt_length, render
+from dms_train.evaluation.tasks.prompts import load_tokenizer, plain_text, prompt_length
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
@@ -93,7 +93,7 @@ def check_prompts(documents: list[Document], directory: Path, architecture: Arch
 
 def prompt_text(document: Document) -> str:
     """Return the text that a model continues."""
-    return render(_TASK.messages(document), "plain")
+    return plain_text(_TASK.messages(document))
 
 
 def greedy_params(document: Document, max_tokens: int) -> SamplingParams:

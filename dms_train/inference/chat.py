@@ -67,7 +67,7 @@ class ChatTemplate:
         if self._tokenizer is None:
             raise InferenceError(_NO_TEMPLATE)
         for index, message in enumerate(messages):
-            if message.get("reasoning_content") and "reasoning_content" not in self._source:
+            if message.get("reasoning_content") and "reasoning_content" not in self.source:
                 raise InferenceError(
                     f"messages.{index}.reasoning_content: the chat template does not read it; "
                     "leave it out"
@@ -79,7 +79,7 @@ class ChatTemplate:
             continue_final_message=continue_final_message,
             **variables,
         )
-        messages = with_known_roles(messages, self._source)
+        messages = with_known_roles(messages, self.source)
         try:
             text: str = apply(messages)
         except Exception as error:  # templates raise errors of any type about their messages
@@ -114,7 +114,7 @@ class ChatTemplate:
                 raise InferenceError(f"{where}: the chat template does not read it; leave it out")
 
     @property
-    def _source(self) -> str:
+    def source(self) -> str:
         """Text of the template, or of all named templates; empty without one."""
         source = "" if self._tokenizer is None else self._tokenizer.chat_template
         return source if isinstance(source, str) else "\n".join(source.values())
@@ -125,7 +125,7 @@ class ChatTemplate:
         from jinja2 import Environment, TemplateSyntaxError, meta
 
         # jinja2 does not know this tag of transformers, which marks the assistant's text
-        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._source)
+        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self.source)
         try:
             return meta.find_undeclared_variables(Environment(extensions=[_LOOPS]).parse(source))
         except TemplateSyntaxError:

@@ -60,6 +60,7 @@ def _tasks(settings: Settings) -> list[str]:
 def _run(settings: Settings, model: Model, task: str) -> Step:
     words = [
         *(*EVALUATE, f"model.path={model.path}", f"model.device={settings.device}"),
+        "model.prompt_format=template",  # as the training text
         *(f"task.name={task}", f"task.path={documents(settings) / _FILES[task]}"),
         *(f"task.limit={settings.limit}", f"model.max_num_seqs={settings.rows}"),
         f"sweep.lengths=[{','.join(map(str, _LENGTHS))}]",

@@ -1,9 +1,11 @@
-"""Instructions for a model, whose answers are the text of its retrofit.
+r"""Instructions for a model, whose answers are the text of its retrofit.
 
-    python -m research recipe-prompts prompts.jsonl --count 4000 [--add train.jsonl:question]
+    python -m research recipe-prompts prompts.jsonl --count 4000 \
+        [--add train.jsonl:question] [--tasks gsm8k=train.jsonl]
 
 draws tasks and subjects at random; every line is {"prompt": ...}. They are this project's own text.
-Rows of other files can be added; then all are in random order.
+`--add` takes texts of other files as they are, `--tasks` problems in the prompt of a task of
+`dms-eval`. Then all prompts are in random order.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from pathlib import Path
 from dms_train.cli.config_source import ASSETS_DIR
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.options import TaskOptions
+from dms_train.evaluation.tasks.base import Messages
+from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.hf.text_files import read_lines
 from research.lab.arguments import count, seed
 
@@ -108,11 +113,33 @@ def _text(where: str, line: str, name: str) -> str:
     return text
 
 
+def problems(given: str) -> list[str]:
+    """Return the problems of a file in the prompt of a task, given as `TASK=FILE`.
+
+    Raises:
+        EvaluationError: There is no such task or file, or the task's prompt is not only a question.
+    """
+    name, _, file = given.partition("=")
+    if not Path(file).is_file():
+        raise EvaluationError(f"--tasks {given}: name a file of problems as TASK=FILE")
+    task = find_task(name)
+    documents = task.documents(TaskOptions(path=file, subset=True), lambda messages: 0)
+    asked = [task.messages(document) for document in documents]
+    if any(messages != Messages(user=messages.user) for messages in asked):
+        raise EvaluationError(
+            f"--tasks {given}: prompts of {name} also have a system prompt, the beginning of an "
+            "answer or no chat format; choose another task"
+        )
+    return [messages.user for messages in asked]
+
+
 def _run(args: argparse.Namespace) -> int:
     found = prompts(args.count, args.seed)
     for given in args.add:
         found += column(given)
-    if args.add:
+    for given in args.tasks:
+        found += problems(given)
+    if args.add or args.tasks:
         random.Random(args.seed).shuffle(found)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": prompt}) for prompt in found]
@@ -132,5 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument(
         "--add", nargs="+", default=[], metavar="FILE:COLUMN", help="prompts of other sources"
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK=FILE", help="problems, as a task asks them"
     )
     return run_main(lambda: _run(parser.parse_args(arguments)))

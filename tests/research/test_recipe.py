@@ -14,6 +14,8 @@ import pytest
 
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.evaluation.harness.comparison import published_scores
+from dms_train.evaluation.tasks.base import FIXTURES
+from dms_train.evaluation.tasks.gsm8k import meta_prompt
 from dms_train.hf.formats import read_target_cr
 from dms_train.inference.errors import InferenceError
 from research.lab.run import UNFINISHED
@@ -298,6 +300,25 @@ def test_prompts_of_other_files_are_added_in_random_order(tmp_path: Path, capsys
     assert f"{other}:1: not valid JSON" in capsys.readouterr().err
     assert recipe_prompts.main([*given[:-1], f"{tmp_path}:question"]) == 2
     assert "name a file of JSON lines as FILE:COLUMN" in capsys.readouterr().err
+
+
+def test_problems_are_added_as_a_task_asks_them(tmp_path: Path, capsys) -> None:
+    out, train = tmp_path / "prompts.jsonl", tmp_path / "train.jsonl"
+    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(9)]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [str(out), "--count", "4", "--tasks", f"gsm8k={train}"]
+    assert recipe_prompts.main(given) == 0
+    found = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+    asked = [meta_prompt(row["question"]).user for row in rows]
+    assert sorted(found) == sorted([*prompts(4, 0), *asked])
+    assert found[4:] != asked
+    for wrong, line in (
+        (f"humaneval={FIXTURES / 'humaneval.jsonl'}", "humaneval also have a system prompt, the"),
+        (f"gsm={train}", "gsm: choose one of"),
+        ("gsm8k=none.jsonl", "name a file of problems as TASK=FILE"),
+    ):
+        assert recipe_prompts.main([*given[:-1], wrong]) == 2
+        assert line in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path, capsys) -> None:

@@ -36,10 +36,9 @@ from dms_train.evaluation.scorers.registry import scorer as find_scorer
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256
 from dms_train.evaluation.tasks.prompts import (
-    detect_format,
+    find_format,
     load_tokenizer,
     prompt_length,
-    render,
 )
 from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.hf.directory import read_architecture, resolve
@@ -120,15 +119,14 @@ def check(options: EvaluationOptions) -> CheckedRun:
     if options.model.server is not None and options.policy != CachePolicyOptions():
         raise EvaluationError("policy: the server decides it; leave it out with model.server")
     options = _with_defaults(options, task)
-    tokenizer, prompt_format = load_tokenizer(directory), options.model.prompt_format
-    if prompt_format == "auto":
-        prompt_format = detect_format(tokenizer.knows)
+    tokenizer = load_tokenizer(directory)
+    prompt_format = find_format(options.model.prompt_format, tokenizer, directory)
 
     def tokens(messages: Messages) -> int:
-        return prompt_length(tokenizer, render(messages, prompt_format), directory)
+        return prompt_length(tokenizer, prompt_format.render(messages), directory)
 
     documents = task.documents(options.task, tokens)
-    prompts = [render(task.messages(document), prompt_format) for document in documents]
+    prompts = [prompt_format.render(task.messages(document)) for document in documents]
     longest = max(prompt_length(tokenizer, prompt, directory) for prompt in prompts)
     window, cr = _policy(options, directory, longest)
     return CheckedRun(
@@ -138,7 +136,7 @@ def check(options: EvaluationOptions) -> CheckedRun:
         documents=documents,
         prompts=prompts,
         longest=longest,
-        prompt_format=prompt_format,
+        prompt_format=prompt_format.name,
         window=window,
         cr=cr,
         engine=_engine_options(options, window),
@@ -194,7 +192,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             _prompted(task, document, prompt, options)
             for document, prompt in zip(documents, checked.prompts, strict=True)
         ],
-        engine=replace(checked.engine, max_model_len=_most_tokens(checked)),
+        engine=replace(checked.engine, max_model_len=most_tokens(checked)),
         window=(checked.window or 0) if policy.evicts_prompt_only else None,
         header=_header(config, checked),
     )
@@ -280,7 +278,7 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
     )
 
 
-def _most_tokens(checked: CheckedRun) -> int:
+def most_tokens(checked: CheckedRun) -> int:
     """Return the maximum number of tokens of a prompt, its chain and a decode burst."""
     lengths = checked.options.sweep.lengths
     assert lengths is not None

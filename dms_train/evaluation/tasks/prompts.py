@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.tasks.base import Messages
+from dms_train.inference.chat import ChatTemplate
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.tokenizer import Tokenizer
 
 _LLAMA_SYSTEM = (
@@ -39,7 +44,7 @@ def _chatml(messages: Messages) -> str:
     )
 
 
-def _plain(messages: Messages) -> str:
+def plain_text(messages: Messages) -> str:
     """Join the parts as they are: a base model continues the task's text."""
     before = f"{messages.system}\n\n" if messages.system else ""
     return f"{before}{messages.user}{messages.answer_prefix}"
@@ -49,8 +54,9 @@ FORMATS: dict[str, Callable[[Messages], str]] = {
     "llama3": _llama3,
     "r1": _r1,
     "chatml": _chatml,
-    "plain": _plain,
+    "plain": plain_text,
 }
+AUTO, TEMPLATE = "auto", "template"
 # A special token of each format. More specific ones come first, because R1's tokenizers also know
 # the tokens of ChatML.
 _MARKS = {
@@ -69,19 +75,73 @@ def detect_format(knows: Callable[[str], bool]) -> str:
     return next((name for name, mark in _MARKS.items() if knows(mark)), "plain")
 
 
-def render(messages: Messages, prompt_format: str) -> str:
-    """Return the text that a model continues.
+class PromptFormat(NamedTuple):
+    """A format around the prompts of a task.
+
+    Attributes:
+        name: One of `FORMATS`, or `template` with the first digits of its SHA-256.
+        write: Function that returns the text which a model continues.
+    """
+
+    name: str
+    write: Callable[[Messages], str]
+
+    def render(self, messages: Messages) -> str:
+        """Return the text that a model continues."""
+        return plain_text(messages) if messages.plain else self.write(messages)
+
+
+def find_format(name: str, tokenizer: Tokenizer, directory: Path) -> PromptFormat:
+    """Return the format that `model.prompt_format` names.
+
+    Args:
+        name: One of `FORMATS`; `auto` chooses by the tokenizer; `template` is the chat template of
+            the model.
+        tokenizer: Tokenizer of the model.
+        directory: Directory of the model.
 
     Raises:
-        EvaluationError: There is no such format.
+        EvaluationError: There is no such format, or no chat template that renders the same text
+            every day.
+        HFError: The chat template cannot be read.
     """
-    if messages.plain:
-        return _plain(messages)
-    if prompt_format not in FORMATS:
-        raise EvaluationError(
-            f"model.prompt_format={prompt_format}: choose one of auto, {', '.join(FORMATS)}"
-        )
-    return FORMATS[prompt_format](messages)
+    if name == AUTO:
+        name = detect_format(tokenizer.knows)
+    if name == TEMPLATE:
+        template = _chat_template(directory)
+        digest = hashlib.sha256(template.source.encode()).hexdigest()[:12]
+        return PromptFormat(f"{name} {digest}", partial(_from_template, template, tokenizer))
+    if name not in FORMATS:
+        known = ", ".join((AUTO, TEMPLATE, *FORMATS))
+        raise EvaluationError(f"model.prompt_format={name}: choose one of {known}")
+    return PromptFormat(name, FORMATS[name])
+
+
+def _chat_template(directory: Path) -> ChatTemplate:
+    """Return the chat template of a model; refuse one whose prompts change from day to day."""
+    template = ChatTemplate.load(directory)
+    if not template.source:
+        problem = "has no chat template"
+    elif "strftime_now" in template.source:
+        problem = "has a chat template that writes today's date, so prompts would change every day"
+    else:
+        return template
+    known = ", ".join((AUTO, *FORMATS))
+    raise EvaluationError(
+        f"model.prompt_format={TEMPLATE}: {directory} {problem}; choose one of {known}"
+    )
+
+
+def _from_template(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages) -> str:
+    """Return the prompt in a chat template, without the tokens that the tokenizer begins with."""
+    turns = (("system", messages.system), ("user", messages.user))
+    chat = [{"role": role, "content": content} for role, content in turns if content]
+    try:
+        text = template.render(chat)
+    except InferenceError as error:
+        raise EvaluationError(f"model.prompt_format={TEMPLATE}: {error}") from None
+    first = tokenizer.decode(tokenizer.encode(""), special=True)
+    return f"{text.removeprefix(first)}{messages.answer_prefix}"
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

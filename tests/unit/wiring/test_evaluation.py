@@ -23,7 +23,7 @@ from dms_train.evaluation.options import EvaluationOptions, ValidateOptions
 from dms_train.evaluation.scaling import run as scaling
 from dms_train.evaluation.scaling import store
 from dms_train.evaluation.scorers.base import AnswerChecker
-from dms_train.evaluation.tasks.prompts import render
+from dms_train.evaluation.tasks.prompts import plain_text
 from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.evaluation.validation import ValidationResult, validate
 from dms_train.inference.engine import InferenceEngine
@@ -77,7 +77,7 @@ def policy(name: str) -> Callable[[Prepared], Any]:
 def documents(p: Prepared) -> list[Any]:
     """Documents of a task, with one token for a word."""
     return find_task(p.options.task.name).documents(
-        p.options.task, lambda messages: len(render(messages, "plain").split())
+        p.options.task, lambda messages: len(plain_text(messages).split())
     )
 
 

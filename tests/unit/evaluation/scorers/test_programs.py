@@ -18,7 +18,7 @@ from dms_train.evaluation.programs import ProgramTest, passes, same_output, sand
 from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.program import ProgramScorer
 from dms_train.evaluation.tasks.livecodebench import LiveCodeBench, program_tests
-from dms_train.evaluation.tasks.prompts import render
+from dms_train.evaluation.tasks.prompts import FORMATS
 
 
 def isolates() -> bool:
@@ -237,7 +237,7 @@ def test_only_contests_of_the_window_are_taken():
 
 
 def test_the_prompt_is_that_of_the_paper():
-    text = render(LiveCodeBench().messages(DOCUMENTS[0]), "r1")
+    text = FORMATS["r1"](LiveCodeBench().messages(DOCUMENTS[0]))
     assert text.startswith("A conversation between User and Assistant. The user asks a question")
     assert (
         "<answer> answer here </answer>.<｜User｜>You will be given a question (problem "  # noqa: RUF001

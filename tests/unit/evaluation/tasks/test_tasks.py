@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +15,15 @@ from dms_train.evaluation.options import TaskOptions
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.base import FIXTURES, Messages, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256, read_rows
-from dms_train.evaluation.tasks.prompts import FORMATS, detect_format, render
+from dms_train.evaluation.tasks.prompts import (
+    FORMATS,
+    detect_format,
+    find_format,
+    load_tokenizer,
+)
 from dms_train.evaluation.tasks.registry import all_tasks, task
+from dms_train.inference.tokenizer import Tokenizer
+from tests.support import piece_tokenizer, r1_tokenizer
 
 TASKS = all_tasks()
 FIXTURE = TaskOptions(fixture=True)
@@ -62,7 +71,7 @@ def test_a_prompt_contains_the_question_and_never_the_answer_alone(name):
         messages = TASKS[name].messages(document)
         assert document.question in messages.user
         for prompt_format in FORMATS:
-            text = render(messages, prompt_format)
+            text = FORMATS[prompt_format](messages)
             assert document.question in text
             assert text.endswith(messages.answer_prefix)
 
@@ -179,7 +188,7 @@ def test_the_prompts_are_those_of_the_paper():
     )
     assert "Think step by step before answering.\n\nFind the number" in math
     gsm8k = TASKS["gsm8k"].messages(TASKS["gsm8k"].documents(FIXTURE, tokens)[1])
-    assert render(gsm8k, "llama3") == (
+    assert FORMATS["llama3"](gsm8k) == (
         "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
         "Today Date: 23 July 2024\n\nYou are a helpful assistant.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nGiven the following problem, reason and give "
@@ -188,9 +197,7 @@ def test_the_prompts_are_those_of_the_paper():
         '"The final answer is [answer]" where [answer] is the response to the problem.<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert render(Messages(user="Q"), "r1") == "<｜User｜>Q<｜Assistant｜><think>\n"  # noqa: RUF001
-    with pytest.raises(EvaluationError, match=r"model\.prompt_format=x: choose one of auto, llama"):
-        render(Messages(user="Q"), "x")
+    assert FORMATS["r1"](Messages(user="Q")) == "<｜User｜>Q<｜Assistant｜><think>\n"  # noqa: RUF001
 
 
 @pytest.mark.parametrize("known", ["r1", "llama3", "chatml", "plain"])
@@ -199,6 +206,56 @@ def test_the_format_is_read_from_the_tokenizer(known):
     marks["chatml"] = ["<|im_start|>"]
     single = marks.get(known, [])
     assert detect_format(lambda text: text in single) == known
+
+
+def model(folder: Path, template: str | None) -> tuple[Tokenizer, Path]:
+    """Return the tokenizer and directory of a model with this chat template."""
+    r1_tokenizer.write_tokenizer(folder, template)
+    return load_tokenizer(folder), folder
+
+
+def test_the_chat_template_of_the_model_is_a_format(tmp_path):
+    found = find_format("template", *model(tmp_path, r1_tokenizer.TEMPLATE))
+    user, assistant = r1_tokenizer.USER, r1_tokenizer.ASSISTANT
+    asked = Messages(user="Q", system="S", answer_prefix="A")
+    assert found.render(asked) == f"{r1_tokenizer.BEGIN}S{user}Q{assistant}<think>\nA"
+    assert found.render(Messages(user="Q")) == f"{r1_tokenizer.BEGIN}{user}Q{assistant}<think>\n"
+    assert found.render(replace(asked, plain=True)) == "S\n\nQA"
+    name, _, digest = found.name.partition(" ")
+    assert (name, len(digest)) == ("template", 12)
+    other = find_format("template", *model(tmp_path, f"{r1_tokenizer.TEMPLATE} "))
+    assert other.name != found.name
+
+
+def test_a_token_that_the_tokenizer_adds_is_not_doubled(tmp_path):
+    directory = piece_tokenizer.write_tokenizer(
+        tmp_path, chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(directory)
+    prompt = find_format("template", tokenizer, directory).render(Messages(user="a"))
+    assert prompt == "a"
+    assert tokenizer.decode(tokenizer.encode(prompt), special=True).count("<s>") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "line"),
+    [
+        ("x", None, r"model\.prompt_format=x: choose one of auto, template, llama3"),
+        ("template", None, r"template: .* has no chat template; choose one of auto, llama3"),
+        ("template", "{{ strftime_now('%d') }}", r"writes today's date, .*; choose one of auto"),
+    ],
+)
+def test_a_format_that_cannot_be_used_is_refused(tmp_path, name, template, line):
+    with pytest.raises(EvaluationError, match=line):
+        find_format(name, *model(tmp_path, template))
+
+
+def test_messages_that_the_template_leaves_out_are_refused(tmp_path):
+    found = find_format("template", *model(tmp_path, "{{ messages[0].content }}"))
+    with pytest.raises(
+        EvaluationError, match=r"prompt_format=template: .* leaves out this message"
+    ):
+        found.render(Messages(user="Q", system="S"))
 
 
 def choices(seed: int) -> list[tuple[list[str], str]]:

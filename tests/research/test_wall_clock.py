@@ -1,45 +1,61 @@
-"""Time and accuracy of a lab's models: what is counted, and what is refused."""
+"""Time and accuracy of models: what is counted, and what is refused."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dms_train.evaluation.tasks.base import Aggregate
+from research import wall_clock
 from research.data import command as data
 from research.folders import RESULTS
-from research.lab import wall_clock
 from tests.research.lab_model import write_lab_model
 from tests.unit.inference import conftest as inference
 
 PROBLEMS = 3
 BUDGETS = [[1 / 64, 1], [1 / 32, 2]]
+CACHE = 8 * 2**20
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with random models as the teacher and as a retrofit: neither solves anything."""
+    """A folder with random models as the original and as an export: neither solves anything."""
     root = tmp_path_factory.mktemp("lab")
-    for name, spec in (("teacher", None), ("cr4", inference.small_spec("dms"))):
-        write_lab_model(wall_clock.model_path(root, name, seed=1234), spec, target_cr=4.0)
+    for name, spec in (("original", None), ("cr4", inference.small_spec("dms"))):
+        write_lab_model(root / name, spec, target_cr=4.0)
     made = ["countdown-problems", "--out", str(root / "problems.jsonl"), "--problems"]
     assert data.main([*made, str(PROBLEMS)]) == 0
     return root
 
 
-def arguments(lab: Path, *more: str) -> list[str]:
+def arguments(lab: Path, *more: str, models: str = "original,cr4") -> list[str]:
     budgets = ",".join(f"{length}-{width}" for length, width in BUDGETS)
-    small = ["--budgets", budgets, "--repeats", "2", "--cache-mb", "8", "--rows", "2"]
-    return [str(lab), "--device", "cpu", "--problems", str(PROBLEMS), *small, *more]
+    named = ",".join(f"{name}={lab / name}" for name in models.split(","))
+    return [*overrides(lab), "--models", named, "--budgets", budgets, "--repeats", "2", *more]
+
+
+def overrides(lab: Path) -> list[str]:
+    return [
+        *("task.name=countdown", f"task.path={lab / 'problems.jsonl'}", f"task.limit={PROBLEMS}"),
+        *(f"model.cache_bytes={CACHE}", "model.max_num_seqs=2", "model.device=cpu"),
+    ]
 
 
 def test_every_model_is_measured_at_every_budget(lab: Path, tmp_path: Path, capsys) -> None:
-    output = ["--models", "teacher,cr4", "--output", str(tmp_path)]
-    assert wall_clock.main(arguments(lab, *output)) == 0
-    (file,) = tmp_path.glob("cpu*/wall_clock.json")
+    file = tmp_path / "results/wall_clock.json"
+    assert wall_clock.main(arguments(lab, "--output", str(file))) == 0
     record = json.loads(file.read_text())
-    assert record["settings"]["cache_mb"] == 8
+    assert record["settings"] == {
+        **{"task": "countdown", "problems": PROBLEMS, "repeats": 2},
+        **{"cache_bytes": CACHE, "max_num_seqs": 2},
+    }
+    assert {name: model["cr"] for name, model in record["models"].items()} == {
+        "original": 1.0,
+        "cr4": 4.0,
+    }
     for model in record["models"].values():
         assert [[b["length"], b["width"]] for b in model["budgets"]] == BUDGETS
         for found in model["budgets"]:
@@ -65,33 +81,60 @@ def test_points_are_drawn_where_they_were_measured() -> None:
     assert found == [[(1.0, 0.4), (2.0, 0.7)], [(8.0, 0.9)]]
 
 
-def test_a_folder_or_a_record_is_needed(lab: Path, capsys) -> None:
-    for words in ([], [str(lab), "--table", "wall_clock.json"]):
+def test_models_or_a_record_are_needed(lab: Path, capsys) -> None:
+    for words in ([], [*arguments(lab), "--table", "wall_clock.json"]):
         with pytest.raises(SystemExit) as ended:
             wall_clock.main(words)
         assert ended.value.code == 2
         assert "--table" in capsys.readouterr().err
 
 
-def test_a_problem_counts_when_one_of_its_chains_is_right(lab: Path) -> None:
-    model = wall_clock.model_path(lab, "teacher", seed=1234)
-    checked = wall_clock.checked_problems(model, lab, PROBLEMS, [1.0])
+def answered(*chains: tuple[str, str]) -> SimpleNamespace:
+    """Output of the engine with texts and reasons of their ends."""
+    return SimpleNamespace(
+        outputs=[SimpleNamespace(text=text, finish_reason=reason) for text, reason in chains]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [(Aggregate.ANY, 2 / 3), (Aggregate.VOTE, 1 / 3), (Aggregate.MEAN, 0.5)]
+)
+def test_the_rule_of_the_task_counts_and_a_chain_cut_off_is_wrong(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, rule: Aggregate, expected: float
+) -> None:
+    checked = wall_clock.checked_run(lab / "original", overrides(lab), [(1.0, 1)])
+    monkeypatch.setattr(type(checked.task), "aggregate", rule)
     right = [f"R x ANS {document.gold[0]}" for document in checked.documents]
-    texts = [["ANS 1 + 1", right[0]], [right[1], right[1]], ["", right[0]]]
-    assert wall_clock.solved(checked, texts) == pytest.approx(2 / 3)
+    outputs = [
+        answered(("ANS 1 + 1", "stop"), (right[0], "stop")),
+        answered((right[1], "stop"), (right[1], "stop")),
+        answered(("", "stop"), (right[2], "length")),
+    ]
+    assert wall_clock.accuracy(checked, outputs) == pytest.approx(expected)
+
+
+def test_the_options_of_the_task_reach_the_engine(lab: Path) -> None:
+    more = ["sampling.temperature=0.25", "sampling.top_p=0.5", "sampling.top_k=3"]
+    checked = wall_clock.checked_run(lab / "original", [*overrides(lab), *more], [(0.5, 1)])
+    first, again = (wall_clock.sampled(checked, (0.5, 4), repeat) for repeat in (0, 1))
+    for params in first:
+        assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 3)
+        assert (params.n, params.max_tokens) == (4, 512)
+        assert params.stop == checked.task.stop(checked.documents[0])
+    assert len({params.seed for params in [*first, *again]}) == 2 * PROBLEMS
 
 
 def test_nothing_is_measured_where_a_model_is_not_there(lab: Path, tmp_path: Path, capsys) -> None:
-    more = ["--output", str(tmp_path / "results"), "--models", "teacher,cr9"]
-    assert wall_clock.main(arguments(lab, *more)) == 2
+    file = tmp_path / "results/wall_clock.json"
+    assert wall_clock.main(arguments(lab, "--output", str(file), models="original,cr9")) == 2
     assert "cr9" in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()
+    assert not file.exists()
 
 
 def test_a_chain_that_does_not_fit_is_refused(lab: Path, tmp_path: Path, capsys) -> None:
     """It would count as wrong, and as fast."""
-    small = ["--models", "teacher", "--budgets", "4-1", "--output", str(tmp_path)]
-    assert wall_clock.main(arguments(lab, *small)) == 2
+    small = ["--budgets", "4-1", "--output", str(tmp_path / "out.json")]
+    assert wall_clock.main(arguments(lab, *small, models="original")) == 2
     assert "4096 tokens" in capsys.readouterr().err
 
 
@@ -101,15 +144,15 @@ def test_a_chain_that_does_not_fit_is_refused(lab: Path, tmp_path: Path, capsys)
         ("--budgets", "2x4"),
         ("--budgets", "0-1"),
         ("--budgets", "1-1,1-1"),
-        ("--models", "teacher,teacher"),
+        ("--models", "a=b,a=b"),
+        ("--models", "original"),
         ("--models", ""),
         ("--repeats", "0"),
-        ("--seed", "-1"),
     ],
 )
 def test_values_are_checked(lab: Path, capsys, option: str, value: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        wall_clock.main([str(lab), f"{option}={value}"])
+        wall_clock.main([*overrides(lab), f"{option}={value}"])
     assert ended.value.code == 2
     assert option in capsys.readouterr().err
 

@@ -1,0 +1,280 @@
+r"""Measure accuracy against seconds, with the same bytes of cache for every model.
+
+    python -m research wall-clock --models original=MODEL,cr4=EXPORT --budgets 0.5-1,1-4 \
+        task.name=gsm8k task.path=test.jsonl task.limit=100 model.cache_bytes=128000000
+
+answers the same problems with every model at each budget: tokens of a chain in units of 1,024, and
+chains of a problem. Each model gets a cache of the same size, in which as many chains run as fit;
+nothing else should use the GPU. Other words are options of `dms-eval`. The median time of the
+repetitions and the accuracy over all of them are printed and written to `--output`.
+
+    python -m research wall-clock --table wall_clock.json --figure wall_clock.svg
+
+prints a stored record and draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.records import origin, show
+from benchmarks.timing import device_name, versions
+from dms_train.cli.config_source import compose_evaluation
+from dms_train.cli.errors import run_main
+from dms_train.evaluation.analysis.charts import color
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.scaling.budgets import length_in_tokens
+from dms_train.evaluation.scaling.results import STOPPED
+from dms_train.evaluation.scaling.run import CheckedRun, check, most_tokens
+from dms_train.evaluation.scaling.voting import ChainScore, score
+from dms_train.evaluation.scorers.base import AnswerChecker
+from dms_train.evaluation.scorers.registry import scorer as find_scorer
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import SamplingParams
+from dms_train.inference.outputs import RequestOutput
+from dms_train.tables import markdown_table
+from research.lab.arguments import count, list_of, picture
+
+_WARM_UP_TOKENS = 64
+_TITLES = ("model", "length-width", "accuracy", "seconds (least to most)", "tokens/s")
+
+
+def measure(checked: CheckedRun, budgets: list[tuple[float, int]], repeats: int) -> dict[str, Any]:
+    """Measure all budgets of one model, with one engine.
+
+    Args:
+        checked: Problems with their prompts, and the options of the engine.
+        budgets: Length of a chain in units of 1,024 tokens, and chains of a problem.
+        repeats: Repetitions of each budget, with other seeds.
+
+    Raises:
+        EvaluationError: A chain does not fit.
+    """
+    llm = LLM(checked.directory, replace(checked.engine, max_model_len=most_tokens(checked)))
+    llm.engine.capture()
+    warm_up = [
+        replace(params, max_tokens=_WARM_UP_TOKENS, ignore_eos=True, stop=())
+        for params in sampled(checked, budgets[0], 0)
+    ]
+    llm.generate(checked.prompts, warm_up)
+    return {"cr": checked.cr, "budgets": [_budget(llm, checked, b, repeats) for b in budgets]}
+
+
+def checked_run(model: Path, overrides: list[str], budgets: list[tuple[float, int]]) -> CheckedRun:
+    """Read the problems with their prompts for a model.
+
+    Raises:
+        EvaluationError: The model, the task or an option cannot be used.
+        FileNotFoundError: The model or a file is absent.
+    """
+    lengths = ",".join(f"{length:g}" for length in sorted({length for length, _ in budgets}))
+    words = [f"model.path={model}", f"sweep.lengths=[{lengths}]"]
+    return check(compose_evaluation([*overrides, *words]))
+
+
+def sampled(checked: CheckedRun, budget: tuple[float, int], repeat: int) -> list[SamplingParams]:
+    """Return the parameters of each problem; every repetition has other seeds."""
+    (length, width), sampling = budget, checked.options.sampling
+    assert sampling.temperature is not None  # `check` takes the task's where none is given
+    assert sampling.top_p is not None
+    return [
+        SamplingParams(
+            n=width,
+            seed=repeat * len(checked.prompts) + number,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=length_in_tokens(length),
+            stop=checked.task.stop(document),
+        )
+        for number, document in enumerate(checked.documents)
+    ]
+
+
+def _budget(
+    llm: LLM, checked: CheckedRun, budget: tuple[float, int], repeats: int
+) -> dict[str, Any]:
+    """Measure time and accuracy of the problems."""
+    seconds, scores, tokens = list[float](), list[float](), list[int]()
+    for repeat in range(repeats):
+        params = sampled(checked, budget, repeat)
+        begin = time.perf_counter()
+        outputs = llm.generate(checked.prompts, params)
+        seconds.append(time.perf_counter() - begin)
+        _require_room(checked, outputs, length_in_tokens(budget[0]))
+        tokens.append(sum(len(c.token_ids) for output in outputs for c in output.outputs))
+        scores.append(accuracy(checked, outputs))
+    return {
+        "length": budget[0],
+        "width": budget[1],
+        "accuracy": statistics.mean(scores),
+        "seconds": statistics.median(seconds),
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "tokens_s": round(statistics.median(t / s for t, s in zip(tokens, seconds, strict=True))),
+    }
+
+
+def _require_room(checked: CheckedRun, outputs: list[RequestOutput], most: int) -> None:
+    """Refuse a chain that ended early because it did not fit."""
+    chains = [chain for output in outputs for chain in output.outputs]
+    if any(c.finish_reason != STOPPED and len(c.token_ids) < most for c in chains):
+        raise EvaluationError(
+            f"{checked.directory}: a chain of {most} tokens does not fit into the cache or the "
+            "model's positions; raise model.cache_bytes or shorten --budgets"
+        )
+
+
+def accuracy(checked: CheckedRun, outputs: list[RequestOutput]) -> float:
+    """Return the mean score of the problems by the rule of the task; a chain cut off is wrong."""
+    task, run = checked.task, checked.options.run
+    scorer = find_scorer(task.scorer)
+    found = []
+    with AnswerChecker(run.workers, allow_code=run.allow_code) as checker:
+        for document, output in zip(checked.documents, outputs, strict=True):
+            texts = [chain.text for chain in output.outputs]
+            chains = [
+                ChainScore(each.answers, each.correct)
+                if task.scores_truncated or chain.finish_reason == STOPPED
+                else ChainScore((None,) * len(each.answers), (False,) * len(each.correct))
+                for each, chain in zip(
+                    scorer.scores(document, texts, checker), output.outputs, strict=True
+                )
+            ]
+            found.append(score(chains, task.aggregate))
+    return statistics.mean(found)
+
+
+def drawn(record: dict[str, Any]) -> Any:
+    """Draw accuracy over seconds, with a line for the budgets of a width."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, names = figure.add_subplot(), list(record["models"])
+    for name, model in record["models"].items():
+        budgets = sorted(model["budgets"], key=lambda b: b["length"])
+        for width in sorted({b["width"] for b in budgets}):
+            some = [b for b in budgets if b["width"] == width]
+            seconds, solved = ([b[x] for b in some] for x in ("seconds", "accuracy"))
+            label = name if width == budgets[0]["width"] else None
+            axes.plot(seconds, solved, label=label, color=color(name, names), marker="o", ms=3)
+            for budget in some if name == names[0] else ():  # the others are in the same order
+                at = budget["seconds"], budget["accuracy"]
+                text = f"{budget['length']:g}-{width}"
+                axes.annotate(text, at, xytext=(3, -9), textcoords="offset points", fontsize=7)
+    axes.set(xscale="log", xlabel="seconds", ylabel="accuracy", ylim=(0, 1.03))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.legend()
+    return figure
+
+
+def table(models: dict[str, Any]) -> str:
+    """Return Markdown with a line for each budget of each model."""
+    rows = []
+    for name, model in models.items():
+        for budget in model["budgets"]:
+            spread = f"{budget['seconds_least']:.2f} to {budget['seconds_most']:.2f}"
+            cost = f"{budget['seconds']:.2f} ({spread})", f"{budget['tokens_s']:,}"
+            settings = f"{budget['length']:g}-{budget['width']}"
+            rows.append([name, settings, f"{budget['accuracy']:.3f}", *cost])
+    return markdown_table(_TITLES, rows)
+
+
+def _run(args: argparse.Namespace) -> int:
+    checked = {name: checked_run(path, args.overrides, args.budgets) for name, path in args.models}
+    first = next(iter(checked.values()))
+    device = torch.device(first.engine.device)
+    record: dict[str, Any] = {
+        "device": device_name(device),
+        "versions": versions(device),
+        **origin(),
+        "settings": {
+            "task": first.task.name,
+            "problems": len(first.prompts),
+            "repeats": args.repeats,
+            "cache_bytes": first.engine.cache_bytes,
+            "max_num_seqs": first.engine.max_num_seqs,
+        },
+        "models": {},
+    }
+    print(table({}))
+    for name, run in checked.items():
+        record["models"][name] = measure(run, args.budgets, args.repeats)
+        rows = table({name: record["models"][name]}).split("\n", 2)[2]  # the header is printed
+        print(rows, flush=True)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {args.output}")
+    _draw(record, args.figure)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Print a stored record."""
+    code = show(args.table, lambda record: table(record["models"]))
+    _draw(json.loads(args.table.read_text(encoding="utf-8")), args.figure)
+    return code
+
+
+def _draw(record: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        drawn(record).savefig(path)
+
+
+def _model(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=DIRECTORY")
+    return name, Path(path)
+
+
+def _budget_of(text: str) -> tuple[float, int]:
+    length, _, width = text.partition("-")
+    try:
+        budget = float(length), count(width)
+    except (ValueError, argparse.ArgumentTypeError):
+        budget = 0.0, 1
+    if not 0 < budget[0] < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give LENGTH-WIDTH, such as 2-4")
+    return budget
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m research wall-clock",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="options of dms-eval")
+    add("--models", type=list_of(_model), metavar="NAME=DIR,...", help="models and exports")
+    budgets = list_of(_budget_of)
+    add(
+        "--budgets",
+        type=budgets,
+        default=budgets("0.5-1,1-1,2-1,0.5-4"),
+        help="LENGTH-WIDTH, ... (0.5-1,1-1,2-1,0.5-4)",
+    )
+    add("--repeats", type=count, default=3, help="of each budget (%(default)s)")
+    add("--output", type=Path, default=Path("wall_clock.json"), help="(%(default)s)")
+    add("--table", type=Path, metavar="JSON", help="print a stored record and end")
+    add("--figure", type=picture, help=".svg or .png file to write")
+    args = parser.parse_intermixed_args(arguments)
+    if (args.models is None) == (args.table is None):
+        parser.error("give --models, or --table with a stored record")
+    return run_main(lambda: _show(args) if args.table else _run(args))
