@@ -1,12 +1,14 @@
 r"""Measure accuracy against seconds, with the same bytes of cache for every model.
 
     python -m research wall-clock --models original=MODEL,cr4=EXPORT --budgets 0.5-1,1-4 \
-        task.name=gsm8k task.path=test.jsonl task.limit=100 model.cache_bytes=128000000
+        task.name=gsm8k task.path=test.jsonl task.limit=100 sampling.temperature=0.7 \
+        model.cache_bytes=128000000 model.max_num_seqs=512
 
 answers the same problems with every model at each budget: tokens of a chain in units of 1,024, and
-chains of a problem. Each model gets a cache of the same size, in which as many chains run as fit;
-nothing else should use the GPU. Other words are options of `dms-eval`. The median time of the
-repetitions and the accuracy over all of them are printed and written to `--output`.
+chains of a problem. Each model gets a cache of `model.cache_bytes`, in which as many chains run as
+fit, at most `model.max_num_seqs`. Nothing else should use the GPU. The median time of the
+repetitions and the accuracy over all of them are printed and written to `--output`. Other words are
+options of `dms-eval`, without those that this command sets itself.
 
     python -m research wall-clock --table wall_clock.json --figure wall_clock.svg
 
@@ -20,7 +22,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from dms_train.evaluation.analysis.charts import color
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.results import STOPPED
-from dms_train.evaluation.scaling.run import CheckedRun, check, most_tokens
+from dms_train.evaluation.scaling.run import CheckedRun, check, most_tokens, prompted
 from dms_train.evaluation.scaling.voting import ChainScore, score
 from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.registry import scorer as find_scorer
@@ -46,14 +48,45 @@ from research.lab.arguments import count, list_of, picture
 
 _WARM_UP_TOKENS = 64
 _TITLES = ("model", "length-width", "accuracy", "seconds (least to most)", "tokens/s")
+_OWN = ("model.path", "model.server", "sweep.", "run.dir", "run.shard")
+
+
+def checked_run(model: Path, overrides: list[str], budgets: list[tuple[float, int]]) -> CheckedRun:
+    """Read the problems with their prompts for a model.
+
+    Args:
+        model: Directory of the model.
+        overrides: Options of `dms-eval`.
+        budgets: Length of a chain in units of 1,024 tokens, and chains of a problem.
+
+    Raises:
+        EvaluationError: The model, the task or an option cannot be used.
+        FileNotFoundError: The model or a file is absent.
+    """
+    for word in overrides:
+        if word.lstrip("+~").startswith(_OWN):
+            raise EvaluationError(f"{word}: --models and --budgets decide it; leave it out")
+    lengths, widths = ({budget[place] for budget in budgets} for place in (0, 1))
+    sizes = ",".join(f"{length:g}" for length in sorted(lengths))
+    checked = check(
+        compose_evaluation([*overrides, f"model.path={model}", f"sweep.lengths=[{sizes}]"])
+    )
+    if checked.engine.cache_bytes is None:
+        raise EvaluationError("model.cache_bytes: state the size of the cache of every model")
+    if checked.options.sampling.temperature == 0 and max(widths) > 1:
+        raise EvaluationError(
+            "sampling.temperature=0: all chains of a problem are alike; set a temperature, or give "
+            "--budgets with one chain"
+        )
+    return checked
 
 
 def measure(checked: CheckedRun, budgets: list[tuple[float, int]], repeats: int) -> dict[str, Any]:
     """Measure all budgets of one model, with one engine.
 
     Args:
-        checked: Problems with their prompts, and the options of the engine.
-        budgets: Length of a chain in units of 1,024 tokens, and chains of a problem.
+        checked: From `checked_run`.
+        budgets: Its budgets.
         repeats: Repetitions of each budget, with other seeds.
 
     Raises:
@@ -69,34 +102,17 @@ def measure(checked: CheckedRun, budgets: list[tuple[float, int]], repeats: int)
     return {"cr": checked.cr, "budgets": [_budget(llm, checked, b, repeats) for b in budgets]}
 
 
-def checked_run(model: Path, overrides: list[str], budgets: list[tuple[float, int]]) -> CheckedRun:
-    """Read the problems with their prompts for a model.
-
-    Raises:
-        EvaluationError: The model, the task or an option cannot be used.
-        FileNotFoundError: The model or a file is absent.
-    """
-    lengths = ",".join(f"{length:g}" for length in sorted({length for length, _ in budgets}))
-    words = [f"model.path={model}", f"sweep.lengths=[{lengths}]"]
-    return check(compose_evaluation([*overrides, *words]))
-
-
 def sampled(checked: CheckedRun, budget: tuple[float, int], repeat: int) -> list[SamplingParams]:
-    """Return the parameters of each problem; every repetition has other seeds."""
-    (length, width), sampling = budget, checked.options.sampling
-    assert sampling.temperature is not None  # `check` takes the task's where none is given
-    assert sampling.top_p is not None
+    """Return the parameters of each problem, as `dms-eval` samples it with another seed."""
+    options = checked.options
+    options = replace(
+        options,
+        sampling=replace(options.sampling, seed=options.sampling.seed + repeat),
+        sweep=replace(options.sweep, lengths=(budget[0],), widths=(budget[1],)),
+    )
     return [
-        SamplingParams(
-            n=width,
-            seed=repeat * len(checked.prompts) + number,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=length_in_tokens(length),
-            stop=checked.task.stop(document),
-        )
-        for number, document in enumerate(checked.documents)
+        prompted(checked.task, document, prompt, options).params
+        for document, prompt in zip(checked.documents, checked.prompts, strict=True)
     ]
 
 
@@ -138,20 +154,19 @@ def accuracy(checked: CheckedRun, outputs: list[RequestOutput]) -> float:
     """Return the mean score of the problems by the rule of the task; a chain cut off is wrong."""
     task, run = checked.task, checked.options.run
     scorer = find_scorer(task.scorer)
-    found = []
+    shares = []
     with AnswerChecker(run.workers, allow_code=run.allow_code) as checker:
         for document, output in zip(checked.documents, outputs, strict=True):
             texts = [chain.text for chain in output.outputs]
+            scores = scorer.scores(document, texts, checker)
             chains = [
                 ChainScore(each.answers, each.correct)
                 if task.scores_truncated or chain.finish_reason == STOPPED
                 else ChainScore((None,) * len(each.answers), (False,) * len(each.correct))
-                for each, chain in zip(
-                    scorer.scores(document, texts, checker), output.outputs, strict=True
-                )
+                for each, chain in zip(scores, output.outputs, strict=True)
             ]
-            found.append(score(chains, task.aggregate))
-    return statistics.mean(found)
+            shares.append(score(chains, task.aggregate))
+    return statistics.mean(shares)
 
 
 def drawn(record: dict[str, Any]) -> Any:
@@ -195,6 +210,8 @@ def table(models: dict[str, Any]) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.output.is_dir():
+        raise EvaluationError(f"--output {args.output}: a folder; name a file")
     checked = {name: checked_run(path, args.overrides, args.budgets) for name, path in args.models}
     first = next(iter(checked.values()))
     device = torch.device(first.engine.device)
@@ -202,13 +219,7 @@ def _run(args: argparse.Namespace) -> int:
         "device": device_name(device),
         "versions": versions(device),
         **origin(),
-        "settings": {
-            "task": first.task.name,
-            "problems": len(first.prompts),
-            "repeats": args.repeats,
-            "cache_bytes": first.engine.cache_bytes,
-            "max_num_seqs": first.engine.max_num_seqs,
-        },
+        "settings": _settings(first) | {"repeats": args.repeats},
         "models": {},
     }
     print(table({}))
@@ -223,6 +234,22 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _settings(checked: CheckedRun) -> dict[str, Any]:
+    """Return what was measured, for the record."""
+    engine = checked.engine
+    return {
+        "task": checked.task.name,
+        "problems": len(checked.prompts),
+        "prompt_format": checked.prompt_format,
+        "sampling": asdict(checked.options.sampling),
+        "policy": {"name": engine.policy, **engine.policy_options},
+        "dtype": engine.dtype,
+        "cache_dtype": engine.cache_dtype,
+        "cache_bytes": engine.cache_bytes,
+        "max_num_seqs": engine.max_num_seqs,
+    }
+
+
 def _show(args: argparse.Namespace) -> int:
     """Print a stored record."""
     code = show(args.table, lambda record: table(record["models"]))
@@ -232,6 +259,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _draw(record: dict[str, Any], path: Path | None) -> None:
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         drawn(record).savefig(path)
 
 
@@ -270,11 +298,18 @@ def main(arguments: list[str] | None = None) -> int:
         default=budgets("0.5-1,1-1,2-1,0.5-4"),
         help="LENGTH-WIDTH, ... (0.5-1,1-1,2-1,0.5-4)",
     )
-    add("--repeats", type=count, default=3, help="of each budget (%(default)s)")
-    add("--output", type=Path, default=Path("wall_clock.json"), help="(%(default)s)")
+    add("--repeats", type=count, default=3, help="repetitions of each budget (%(default)s)")
+    add(
+        "--output", type=Path, default=Path("wall_clock.json"), help="record to write (%(default)s)"
+    )
     add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     add("--figure", type=picture, help=".svg or .png file to write")
     args = parser.parse_intermixed_args(arguments)
     if (args.models is None) == (args.table is None):
         parser.error("give --models, or --table with a stored record")
+    if args.table and args.overrides:
+        parser.error(f"{args.overrides[0]}: a stored record takes no options; leave it out")
+    names = [name for name, _ in args.models or ()]
+    if len(set(names)) < len(names):
+        parser.error("--models: a name is repeated")
     return run_main(lambda: _show(args) if args.table else _run(args))

@@ -15,7 +15,7 @@ from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.sheet import SheetScorer
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.tasks.exam_sheets import ExamSheets
-from dms_train.evaluation.tasks.prompts import load_tokenizer, plain_text, prompt_length
+from dms_train.evaluation.tasks.prompts import encode, load_tokenizer, plain_text
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
@@ -82,7 +82,7 @@ def check_prompts(documents: list[Document], directory: Path, architecture: Arch
     """
     tokenizer = load_tokenizer(directory)
     longest = max(
-        prompt_length(tokenizer, prompt_text(document), directory) for document in documents
+        len(encode(tokenizer, prompt_text(document), directory)) for document in documents
     )
     if longest >= architecture.max_position_embeddings:
         raise EvaluationError(

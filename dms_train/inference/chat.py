@@ -34,10 +34,13 @@ class ChatTemplate:
 
         Raises:
             HFError: The directory has a template that cannot be read.
+            InferenceError: The template is not text.
         """
         if not _has_template(directory):
             return cls(None)
         tokenizer = read_chat_tokenizer(directory)
+        if not isinstance(tokenizer.chat_template, str | dict | None):
+            raise InferenceError(f"{directory}: chat_template is not text; correct it")
         return cls(tokenizer if tokenizer.chat_template else None)
 
     def render(

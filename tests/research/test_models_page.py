@@ -240,16 +240,13 @@ def test_the_page_has_the_numbers_of_qwen(prefix: str) -> None:
         assert cells[2] == f"{model['perplexity']['window']['perplexity']:.2f}"
         assert cells[3] == f"{model['perplexity']['continuation']['perplexity']:.2f}"
         lengths = ("1024", "4096", "8192", "16384")
-        found_needles = [
-            f"{needles[key]['value']:.2f}" if key in needles else "" for key in lengths
-        ]
-        assert cells[4:8] == found_needles
-        longest = needles.get("16384")  # the last run ended before the original's
-        assert cells[8] == (f"{longest['reads_per_token']:,.0f}" if longest else "")
+        assert cells[4:8] == [f"{needles[key]['value']:.2f}" for key in lengths]
+        assert cells[8] == f"{needles['16384']['reads_per_token']:,.0f}"
 
 
 CHAINS = {
     "": (["original", "cr4", "cr8"], {"GSM8K": "gsm8k", "HumanEval": "humaneval"}),
+    "bare, ": (["original", "cr4", "cr8"], {"GSM8K": "gsm8k", "HumanEval": "humaneval"}),
     "window 16, ": (
         ["original", "control", "cr2", "cr4", "cr8"],
         {"GSM8K": "gsm8k", "MATH-500": "math500", "HumanEval": "humaneval"},
@@ -273,7 +270,7 @@ def test_the_page_has_the_chains_of_qwen(prefix: str) -> None:
             reads = [p for p, name in zip(row, names, strict=True) if name != "control"]
             cells += [f"{point['kv_reads']:,.0f}" for point in reads]
             assert rows[f"{prefix}{title}, {chains}"] == cells
-        if not prefix:
+        if "control" not in names:
             solved = [f"{100 * point['chain_accuracy']:.1f}" for point in row]
             ends = [f"{point['tokens']:.0f}" for point in row]
             for numbers, unit in ((solved, "%"), (ends, "tokens")):
@@ -289,18 +286,49 @@ def test_the_page_has_the_scores_of_qwen(prefix: str) -> None:
     rows = page_rows("docs/models.md")
     for model in _qwen(prefix)["models"]:
         title = f"choices, {prefix}{QWEN[model['name']]}"
-        if "tasks" in model:
+        finished = all(model.get("tasks", {"none": None}).values())
+        if finished:
             _check_scores(rows[title], model)
         else:
             assert title not in rows
-        if "tasks" in model and not prefix:
+        if finished and not prefix:
             cells = [_score(model["tasks"][key]) for key in ("gsm8k@5", "gsm8k_cot")]
             assert rows[f"greedy, {QWEN[model['name']]}"] == cells
 
 
 def _qwen(prefix: str) -> dict[str, Any]:
-    """Record of the recipe; of the one before if the rows of the page begin with a prefix."""
-    return record(f"qwen25_coder_0_5b{'_window_16' if prefix else ''}.json")
+    """Record of the recipe, or the one of the rows of the page that begin with a prefix."""
+    name = {"": "", "bare, ": "_questions", "window 16, ": "_window_16"}[prefix]
+    return record(f"qwen25_coder_0_5b{name}.json")
+
+
+def test_the_page_has_the_numbers_of_qwen_with_bare_questions() -> None:
+    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    found = {model["name"]: model for model in _qwen("bare, ")["models"]}
+    kl = [
+        f"{model['validation']['kl_nats_per_token']:.4f}"
+        for model in found.values()
+        if "validation" in model
+    ]
+    assert f"a KL of {', '.join(kl[:-1])} and {kl[-1]} at CR 2, 3, 4, 6 and 8" in text
+    continuation = found["cr4"]["perplexity"]["continuation"]["perplexity"]
+    assert f"a perplexity of {continuation:.2f} of continuations at CR 4" in text
+    assert [found[name]["needles"]["16384"]["value"] for name in ("cr6", "cr8")] == [0.98, 0.98]
+    difference = _difference(found["cr2"]["choices"]["difference"])
+    assert f"differed from the original's by {difference}" in text
+
+
+def test_the_page_has_the_memory_of_the_longest_prompts() -> None:
+    """24 layers, 2 KV heads, keys and values of 64 numbers with 2 bytes each."""
+    bytes_of_token = 24 * 2 * 2 * 64 * 2
+    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    models = {model["name"]: model for model in _qwen("")["models"]}
+    sizes = [
+        f"{models[name]['needles']['16384']['peak_tokens'] * bytes_of_token / 1e6:.0f} MB"
+        for name in ("original", "cr4", "cr8")
+    ]
+    assert f"takes {bytes_of_token:,} bytes in bf16" in text
+    assert f"takes {sizes[0]}, {sizes[1]} at CR 4 and {sizes[2]} at CR 8" in text
 
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:
@@ -320,6 +348,27 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
         *(f"{100 * model['choices']['score']:.1f}" for model in shown[:3]),
         *("not measured",) * 2,
     ]
+
+
+def test_the_readme_has_the_numbers_of_qwen() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    found = _qwen("")
+    needles = {model["name"]: model["needles"]["16384"] for model in found["models"]}
+    reads = [f"{needles[name]['reads_per_token']:,.0f}" for name in ("cr8", "original")]
+    assert f"finds {100 * needles['cr8']['value']:.0f} of 100 needles in 16,384 tokens" in text
+    assert f"reads {reads[0]} tokens instead of {reads[1]}" in text
+    points = {
+        (p["task"], p["model"], p["chains"]): p
+        for p in found["chains"]["points"]
+        if p["length"] == 2
+    }
+    own, original = (points["gsm8k", name, 16] for name in ("cr8", "original"))
+    assert own["accuracy"]["value"] == original["accuracy"]["value"]
+    assert f"{100 * own['kv_reads'] / original['kv_reads']:.0f} % of the KV reads" in text
+    for name, chains in (("cr8", 4), ("original", 1)):
+        point = points["humaneval", name, chains]
+        assert f"{100 * point['accuracy']['value']:.0f} %" in text
+        assert f"{point['kv_reads']:,.0f}" in text
 
 
 def test_the_variants_have_the_numbers_of_the_sweep() -> None:

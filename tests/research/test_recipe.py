@@ -138,6 +138,7 @@ def test_chains_are_sampled_from_the_original_and_its_exports(tmp_path: Path) ->
         assert list(made) == [*names, "chains_report"]
         assert list(made["chains_report"].needs) == names
     options = compose_evaluation(made["chains_humaneval_cr4"].words()[3:])
+    assert options.model.prompt_format == "template"
     assert options.run.allow_code == "sandbox"
     assert options.task.limit == 7
     assert options.run.workers == 4
@@ -314,6 +315,7 @@ def test_problems_are_added_as_a_task_asks_them(tmp_path: Path, capsys) -> None:
     assert found[4:] != asked
     for wrong, line in (
         (f"humaneval={FIXTURES / 'humaneval.jsonl'}", "humaneval also have a system prompt, the"),
+        (f"exam_sheets={FIXTURES / 'exam_sheets.jsonl'}", "exam_sheets also have a system prompt"),
         (f"gsm={train}", "gsm: choose one of"),
         ("gsm8k=none.jsonl", "name a file of problems as TASK=FILE"),
     ):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.tasks.base import Aggregate
+from dms_train.inference.llm import LLM
 from research import wall_clock
 from research.data import command as data
 from research.folders import RESULTS
@@ -18,6 +21,21 @@ from tests.unit.inference import conftest as inference
 PROBLEMS = 3
 BUDGETS = [[1 / 64, 1], [1 / 32, 2]]
 CACHE = 8 * 2**20
+BAD_LENGTH = json.dumps(
+    {
+        **{"device": "x", "commit": "0" * 40, "date": "2026-01-01"},
+        "models": {
+            "a": {
+                "budgets": [
+                    {
+                        **{"length": "x", "width": 1, "accuracy": 1, "tokens_s": 1},
+                        **{"seconds": 1, "seconds_least": 1, "seconds_most": 1},
+                    }
+                ]
+            }
+        },
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +67,9 @@ def test_every_model_is_measured_at_every_budget(lab: Path, tmp_path: Path, caps
     assert wall_clock.main(arguments(lab, "--output", str(file))) == 0
     record = json.loads(file.read_text())
     assert record["settings"] == {
-        **{"task": "countdown", "problems": PROBLEMS, "repeats": 2},
+        **{"task": "countdown", "problems": PROBLEMS, "repeats": 2, "prompt_format": "plain"},
+        "sampling": {"temperature": 0.6, "top_p": 1.0, "top_k": -1, "seed": 0},
+        **{"policy": {"name": "auto"}, "dtype": "auto", "cache_dtype": "auto"},
         **{"cache_bytes": CACHE, "max_num_seqs": 2},
     }
     assert {name: model["cr"] for name, model in record["models"].items()} == {
@@ -82,7 +102,11 @@ def test_points_are_drawn_where_they_were_measured() -> None:
 
 
 def test_models_or_a_record_are_needed(lab: Path, capsys) -> None:
-    for words in ([], [*arguments(lab), "--table", "wall_clock.json"]):
+    for words in (
+        [],
+        [*arguments(lab), "--table", "wall_clock.json"],
+        [*overrides(lab), "--table", "wall_clock.json"],
+    ):
         with pytest.raises(SystemExit) as ended:
             wall_clock.main(words)
         assert ended.value.code == 2
@@ -113,15 +137,77 @@ def test_the_rule_of_the_task_counts_and_a_chain_cut_off_is_wrong(
     assert wall_clock.accuracy(checked, outputs) == pytest.approx(expected)
 
 
-def test_the_options_of_the_task_reach_the_engine(lab: Path) -> None:
+def test_cut_answers_count_where_the_task_scores_them(
+    lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = wall_clock.checked_run(lab / "original", overrides(lab), [(1.0, 1)])
+    monkeypatch.setattr(type(checked.task), "scores_truncated", True)
+    outputs = [answered((f"ANS {each.gold[0]}", "length")) for each in checked.documents]
+    assert wall_clock.accuracy(checked, outputs) == 1
+
+
+def test_options_reach_the_chains(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ["sampling.temperature=0.25", "sampling.top_p=0.5", "sampling.top_k=3"]
     checked = wall_clock.checked_run(lab / "original", [*overrides(lab), *more], [(0.5, 1)])
+    monkeypatch.setattr(type(checked.task), "stop", lambda task, document: ("end",))
     first, again = (wall_clock.sampled(checked, (0.5, 4), repeat) for repeat in (0, 1))
     for params in first:
         assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 3)
-        assert (params.n, params.max_tokens) == (4, 512)
-        assert params.stop == checked.task.stop(checked.documents[0])
-    assert len({params.seed for params in [*first, *again]}) == 2 * PROBLEMS
+        assert (params.n, params.max_tokens, params.stop) == (4, 512, ("end",))
+    seeds = [params.seed for params in [*first, *again]]
+    assert len(set(seeds)) == 2 * PROBLEMS
+    later = ["sampling.seed=1", *overrides(lab), *more]
+    checked = wall_clock.checked_run(lab / "original", later, [(0.5, 1)])
+    assert [p.seed for p in wall_clock.sampled(checked, (0.5, 4), 0)] == seeds[PROBLEMS:]
+
+
+def test_options_reach_the_engine_and_the_checker(
+    lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["policy=keep_all", "model.max_num_seqs=7", "model.dtype=bfloat16"]
+    code = ["run.workers=3", "run.allow_code=unisolated"]
+    given = [*overrides(lab), *more, *code]
+    checked = wall_clock.checked_run(lab / "cr4", given, [(1 / 64, 1)])
+    started: list[object] = []
+    monkeypatch.setattr(wall_clock, "LLM", recorder(started, LLM))
+    monkeypatch.setattr(wall_clock, "AnswerChecker", recorder(started, AnswerChecker))
+    wall_clock.measure(checked, [(1 / 64, 1)], 1)
+    llm, checker = started
+    assert isinstance(llm, LLM)
+    assert isinstance(checker, AnswerChecker)
+    options = llm.engine.options
+    assert (options.policy, options.cache_bytes) == ("keep_all", CACHE)
+    assert (options.max_num_seqs, options.dtype) == (7, "bfloat16")
+    assert options.max_model_len == checked.longest + 16 + options.decode_steps
+    assert (checker.workers, checker.allow_code) == (3, "unisolated")
+
+
+def recorder(made: list[object], kind: Callable[..., object]) -> Callable[..., object]:
+    """Return a constructor that also keeps what it makes."""
+
+    def make(*given: object, **named: object) -> object:
+        made.append(kind(*given, **named))
+        return made[-1]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["model.server=http://127.0.0.1:9/v1"], "model.server=http://127.0.0.1:9/v1: --models"),
+        (["model.path=x"], "model.path=x: --models and --budgets decide it"),
+        (["sweep.widths=[2]"], "sweep.widths=[2]: --models and --budgets decide it"),
+        (["run.dir=x"], "run.dir=x: --models"),
+        (["model.cache_bytes=null"], "model.cache_bytes: state the size"),
+        (["sampling.temperature=0"], "sampling.temperature=0: all chains of a problem are alike"),
+        (["task.name=humaneval"], "run.allow_code=sandbox"),
+        (["--output", "/tmp"], "--output /tmp: a folder"),
+    ],
+)
+def test_what_would_be_ignored_or_unfair_is_refused(lab: Path, capsys, more, line) -> None:
+    assert wall_clock.main([*arguments(lab), *more]) == 2
+    assert line in capsys.readouterr().err
 
 
 def test_nothing_is_measured_where_a_model_is_not_there(lab: Path, tmp_path: Path, capsys) -> None:
@@ -139,22 +225,22 @@ def test_a_chain_that_does_not_fit_is_refused(lab: Path, tmp_path: Path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("option", "value", "line"),
     [
-        ("--budgets", "2x4"),
-        ("--budgets", "0-1"),
-        ("--budgets", "1-1,1-1"),
-        ("--models", "a=b,a=b"),
-        ("--models", "original"),
-        ("--models", ""),
-        ("--repeats", "0"),
+        ("--budgets", "2x4", "give LENGTH-WIDTH"),
+        ("--budgets", "0-1", "give LENGTH-WIDTH"),
+        ("--budgets", "1-1,1-1", "a value is repeated"),
+        ("--models", "a=b,a=c", "a name is repeated"),
+        ("--models", "original", "give NAME=DIRECTORY"),
+        ("--models", "", "nothing is named"),
+        ("--repeats", "0", "not a whole number"),
     ],
 )
-def test_values_are_checked(lab: Path, capsys, option: str, value: str) -> None:
+def test_values_are_checked(lab: Path, capsys, option: str, value: str, line: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        wall_clock.main([*overrides(lab), f"{option}={value}"])
+        wall_clock.main([*arguments(lab), f"{option}={value}"])
     assert ended.value.code == 2
-    assert option in capsys.readouterr().err
+    assert line in capsys.readouterr().err
 
 
 def test_the_stored_record_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +249,9 @@ def test_the_stored_record_is_printed_again(capsys: pytest.CaptureFixture[str]) 
     assert len(rows) > 4
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": {"teacher": {}}}', "\x80"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"models": {"teacher": {}}}', BAD_LENGTH, "\x80"]
+)
 def test_a_file_that_is_no_record_is_refused(text: str, tmp_path: Path, capsys) -> None:
     file = tmp_path / "other.json"
     file.write_bytes(text.encode("latin-1"))

@@ -19,12 +19,12 @@ class PromptedDocument:
 
     Attributes:
         document: The document.
-        prompt: Text that the model continues.
+        prompt: Tokens that the model continues.
         params: Sampling; `n` is the number of chains.
     """
 
     document: Document
-    prompt: str
+    prompt: list[int]
     params: SamplingParams
 
 

@@ -35,11 +35,7 @@ from dms_train.evaluation.scorers.base import AnswerChecker, Score
 from dms_train.evaluation.scorers.registry import scorer as find_scorer
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256
-from dms_train.evaluation.tasks.prompts import (
-    find_format,
-    load_tokenizer,
-    prompt_length,
-)
+from dms_train.evaluation.tasks.prompts import find_format, load_tokenizer
 from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import read_spec, read_target_cr
@@ -86,7 +82,7 @@ class CheckedRun(NamedTuple):
         task: Task of the options.
         directory: Directory of the model.
         documents: Documents in order.
-        prompts: Prompt of each document.
+        prompts: Tokens of each document's prompt.
         longest: Number of tokens of the longest prompt.
         prompt_format: Format around the prompts.
         window: Newest tokens that the policy never evicts; None where it evicts none.
@@ -98,7 +94,7 @@ class CheckedRun(NamedTuple):
     task: Task
     directory: Path
     documents: list[Document]
-    prompts: list[str]
+    prompts: list[list[int]]
     longest: int
     prompt_format: str
     window: int | None
@@ -122,12 +118,12 @@ def check(options: EvaluationOptions) -> CheckedRun:
     tokenizer = load_tokenizer(directory)
     prompt_format = find_format(options.model.prompt_format, tokenizer, directory)
 
-    def tokens(messages: Messages) -> int:
-        return prompt_length(tokenizer, prompt_format.render(messages), directory)
+    def tokens(messages: Messages) -> list[int]:
+        return prompt_format.tokens(messages, tokenizer, directory)
 
-    documents = task.documents(options.task, tokens)
-    prompts = [prompt_format.render(task.messages(document)) for document in documents]
-    longest = max(prompt_length(tokenizer, prompt, directory) for prompt in prompts)
+    documents = task.documents(options.task, lambda messages: len(tokens(messages)))
+    prompts = [tokens(task.messages(document)) for document in documents]
+    longest = max(map(len, prompts))
     window, cr = _policy(options, directory, longest)
     return CheckedRun(
         options=options,
@@ -147,7 +143,8 @@ def _require_code(task: str, allowed: str | None) -> None:
     """Refuse early if programs of the model must not run, or cannot be isolated."""
     if allowed is None:
         raise EvaluationError(
-            f"task {task}: runs programs that the model wrote; --allow-code allows it"
+            f"task {task}: runs programs that the model wrote; --allow-code, or "
+            f"run.allow_code={SANDBOX}, allows it"
         )
     if allowed == SANDBOX:
         sandbox()
@@ -189,7 +186,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
         task=task,
         directory=checked.directory,
         documents=[
-            _prompted(task, document, prompt, options)
+            prompted(task, document, prompt, options)
             for document, prompt in zip(documents, checked.prompts, strict=True)
         ],
         engine=replace(checked.engine, max_model_len=most_tokens(checked)),
@@ -342,9 +339,17 @@ def model_hash(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _prompted(
-    task: Task, document: Document, prompt: str, options: EvaluationOptions
+def prompted(
+    task: Task, document: Document, prompt: list[int], options: EvaluationOptions
 ) -> PromptedDocument:
+    """Return a document with its sampling: the longest length and the most chains of the sweep.
+
+    Args:
+        task: Task of the document.
+        document: The document; its name and `sampling.seed` decide the seed.
+        prompt: Tokens of the prompt.
+        options: Those of a `CheckedRun`.
+    """
     sampling, sweep = options.sampling, options.sweep
     assert sampling.temperature is not None
     assert sampling.top_p is not None
@@ -431,9 +436,8 @@ def _generated(
     """Yield documents with the most bytes of the cache so far, which a server does not report."""
     server, most = prepared.options.model.server, prepared.engine.max_num_seqs
     if server is not None:
-        tokenizer = load_tokenizer(prepared.directory)
         chains = ChainServer(server, key, prepared.directory)
-        for generated in chains.generate(tokenizer, missing, most):
+        for generated in chains.generate(missing, most):
             yield generated, None
         return
     engine = InferenceEngine(prepared.directory, prepared.engine)

@@ -20,7 +20,6 @@ from dms_train.evaluation.scaling.chains import (
     GeneratedDocument,
     PromptedDocument,
 )
-from dms_train.inference.tokenizer import Tokenizer
 
 _PATIENCE_SECONDS = 3600  # until a chain is complete
 
@@ -51,7 +50,7 @@ class ChainServer:
             self._require_model(listed[0], directory)
 
     def generate(
-        self, tokenizer: Tokenizer, documents: Sequence[PromptedDocument], max_num_seqs: int
+        self, documents: Sequence[PromptedDocument], max_num_seqs: int
     ) -> Iterator[GeneratedDocument]:
         """Yield documents in the order in which all of their chains are complete.
 
@@ -59,20 +58,18 @@ class ChainServer:
         from the document and the number of the chain.
 
         Args:
-            tokenizer: Tokenizer of the model.
             documents: Documents to generate for.
             max_num_seqs: Requests at the same time.
 
         Raises:
             EvaluationError: A prompt is too long for the server, or a request fails.
         """
-        prompts = [tokenizer.encode(each.prompt) for each in documents]
-        for document, ids in zip(documents, prompts, strict=True):
-            self._require_room(document, len(ids))
+        for document in documents:
+            self._require_room(document)
         pool = ThreadPoolExecutor(max_num_seqs)
         chains = [
-            [pool.submit(self._chain, each, ids, index) for index in range(each.params.n)]
-            for each, ids in zip(documents, prompts, strict=True)
+            [pool.submit(self._chain, each, index) for index in range(each.params.n)]
+            for each in documents
         ]
         numbers = {chain: number for number, own in enumerate(chains) for chain in own}
         complete: Counter[int] = Counter()
@@ -84,7 +81,7 @@ class ChainServer:
                 if complete[number] == len(chains[number]):
                     yield GeneratedDocument(
                         prompted=documents[number],
-                        prompt_tokens=len(prompts[number]),
+                        prompt_tokens=len(documents[number].prompt),
                         chains=[each.result() for each in chains[number]],
                     )
         finally:
@@ -101,15 +98,16 @@ class ChainServer:
                     )
                 return
 
-    def _require_room(self, document: PromptedDocument, prompt_tokens: int) -> None:
+    def _require_room(self, document: PromptedDocument) -> None:
+        prompt_tokens = len(document.prompt)
         if self._longest is not None and prompt_tokens >= self._longest:
             raise EvaluationError(
                 f"document {document.document.id}: its prompt has {prompt_tokens:,} tokens, and "
                 f"{self._address} takes {self._longest:,} with the answer; raise its limit"
             )
 
-    def _chain(self, document: PromptedDocument, ids: list[int], index: int) -> GeneratedChain:
-        params, since = document.params, time.monotonic()
+    def _chain(self, document: PromptedDocument, index: int) -> GeneratedChain:
+        ids, params, since = document.prompt, document.params, time.monotonic()
         request = {
             "model": self._model,
             "prompt": ids,

@@ -165,6 +165,8 @@ class Task(ABC):
                 raise EvaluationError(f"{where}:{number}: no column {error}") from None
             except (ValueError, TypeError, AttributeError) as error:
                 raise EvaluationError(f"{where}:{number}: {error}") from None
+            if not isinstance(document.question, str):
+                raise EvaluationError(f"{where}:{number}: the problem is not text")
             if document.id in documents:
                 raise EvaluationError(f"{where}:{number}: document {document.id} occurs twice")
             documents[document.id] = document

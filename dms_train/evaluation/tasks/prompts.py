@@ -20,6 +20,9 @@ _LLAMA_SYSTEM = (
 )
 
 
+_REASONING = "<think>\n"  # begins the answer of R1 and its distilled models
+
+
 def _llama3(messages: Messages) -> str:
     """Return the prompt for Llama 3, with the date in the paper's prompt (appendix F)."""
     system = messages.system or _LLAMA_SYSTEM
@@ -32,7 +35,7 @@ def _llama3(messages: Messages) -> str:
 
 def _r1(messages: Messages) -> str:
     """Return the prompt for DeepSeek R1 and its distilled models; the reasoning has begun."""
-    reasoning = messages.answer_prefix or "<think>\n"
+    reasoning = messages.answer_prefix or _REASONING
     return f"{messages.system}<｜User｜>{messages.user}<｜Assistant｜>{reasoning}"  # noqa: RUF001
 
 
@@ -81,14 +84,28 @@ class PromptFormat(NamedTuple):
     Attributes:
         name: One of `FORMATS`, or `template` with the first digits of its SHA-256.
         write: Function that returns the text which a model continues.
+        complete: True if this text has every special token, so that the tokenizer adds none.
     """
 
     name: str
     write: Callable[[Messages], str]
+    complete: bool = False
 
-    def render(self, messages: Messages) -> str:
-        """Return the text that a model continues."""
-        return plain_text(messages) if messages.plain else self.write(messages)
+    def tokens(self, messages: Messages, tokenizer: Tokenizer, directory: Path) -> list[int]:
+        """Return the tokens that a model continues.
+
+        Args:
+            messages: Prompt of the task.
+            tokenizer: Tokenizer of the model.
+            directory: Directory of the model, for messages.
+
+        Raises:
+            EvaluationError: The chat template refuses the messages, or the tokenizer their text.
+        """
+        if messages.plain:
+            return encode(tokenizer, plain_text(messages), directory)
+        text = self.write(messages)
+        return encode(tokenizer, text, directory, special=not self.complete)
 
 
 def find_format(name: str, tokenizer: Tokenizer, directory: Path) -> PromptFormat:
@@ -110,7 +127,7 @@ def find_format(name: str, tokenizer: Tokenizer, directory: Path) -> PromptForma
     if name == TEMPLATE:
         template = _chat_template(directory)
         digest = hashlib.sha256(template.source.encode()).hexdigest()[:12]
-        return PromptFormat(f"{name} {digest}", partial(_from_template, template, tokenizer))
+        return PromptFormat(f"{name} {digest}", partial(_from_template, template), complete=True)
     if name not in FORMATS:
         known = ", ".join((AUTO, TEMPLATE, *FORMATS))
         raise EvaluationError(f"model.prompt_format={name}: choose one of {known}")
@@ -132,16 +149,17 @@ def _chat_template(directory: Path) -> ChatTemplate:
     )
 
 
-def _from_template(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages) -> str:
-    """Return the prompt in a chat template, without the tokens that the tokenizer begins with."""
+def _from_template(template: ChatTemplate, messages: Messages) -> str:
+    """Return the prompt in a chat template; an answer that has begun has no reasoning before it."""
     turns = (("system", messages.system), ("user", messages.user))
     chat = [{"role": role, "content": content} for role, content in turns if content]
     try:
         text = template.render(chat)
     except InferenceError as error:
         raise EvaluationError(f"model.prompt_format={TEMPLATE}: {error}") from None
-    first = tokenizer.decode(tokenizer.encode(""), special=True)
-    return f"{text.removeprefix(first)}{messages.answer_prefix}"
+    if messages.answer_prefix:
+        text = text.removesuffix(_REASONING)
+    return f"{text}{messages.answer_prefix}"
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -156,15 +174,17 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def prompt_length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
-    """Return the number of tokens of a prompt.
+def encode(
+    tokenizer: Tokenizer, prompt: str, directory: Path, *, special: bool = True
+) -> list[int]:
+    """Return the tokens of a prompt, with those that the tokenizer adds if `special`.
 
     Raises:
         EvaluationError: The tokenizer, of the model in `directory`, cannot encode it.
     """
     try:
-        return len(tokenizer.encode(prompt))
-    except Exception as error:  # the tokenizers package raises no other class for unknown text
+        return tokenizer.encode(prompt, special=special)
+    except InferenceError as error:
         raise EvaluationError(
             f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
         ) from None

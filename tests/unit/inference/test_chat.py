@@ -104,6 +104,15 @@ def test_reasoning_that_the_template_does_not_read_is_refused(tmp_path):
     assert prompts(llm, [ASKED, {**answered, "reasoning_content": ""}], GREEDY)
 
 
+def test_a_template_that_is_not_text_is_refused(tmp_path):
+    folder = served_model.write_model(tmp_path)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": 5}))
+    with pytest.raises(InferenceError, match=r"chat_template is not text; correct it"):
+        LLM(folder).chat([ASKED], GREEDY)
+
+
 def test_a_model_without_a_template_answers_no_chats(tmp_path):
     llm = LLM(served_model.write_model(tmp_path, chat=False))
     with pytest.raises(InferenceError, match=r"no chat template; use LLM\.generate"):

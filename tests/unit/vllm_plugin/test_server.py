@@ -180,15 +180,13 @@ def test_dms_eval_gets_the_chains_of_the_own_engine(server: Server) -> None:
     documents = [
         PromptedDocument(
             document=Document(id=str(number), question=prompt, gold=()),
-            prompt=prompt,
+            prompt=tokenizer.encode(prompt),
             params=params,
         )
         for number, prompt in enumerate(prompts)
     ]
-    chains = ChainServer(f"{server.url}/v1", None, Path(server.model)).generate(
-        tokenizer, documents, 2
-    )
-    found = {chain.prompted.prompt: chain for chain in chains}
+    chains = ChainServer(f"{server.url}/v1", None, Path(server.model)).generate(documents, 2)
+    found = {chain.prompted.document.question: chain for chain in chains}
     assert set(found) == set(prompts)
     for output in LLM(server.model, dtype="float32").generate(prompts, params):
         (own,), (chain,) = output.outputs, found[output.prompt].chains

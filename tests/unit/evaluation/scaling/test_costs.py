@@ -42,7 +42,7 @@ def engine(directory, **options) -> InferenceEngine:
 def chains(directory, prompt, n, tokens, *, temperature=1.0, rows=8, **options):
     asked = PromptedDocument(
         document=Document(id="0", question="q", gold=("a",)),
-        prompt={"prompt_token_ids": prompt},
+        prompt=prompt,
         params=SamplingParams(n=n, max_tokens=tokens, temperature=temperature, seed=3),
     )
     (found,) = generate(engine(directory, **options), [asked], rows)
@@ -160,7 +160,7 @@ def test_several_documents_run_at_the_same_time_and_each_is_returned_once(folder
     asked = [
         PromptedDocument(
             document=Document(id=str(n), question="q", gold=("a",)),
-            prompt={"prompt_token_ids": random_ids(5 + n, seed=n)},
+            prompt=random_ids(5 + n, seed=n),
             params=SamplingParams(n=2, max_tokens=3 + n, temperature=1.0, seed=n),
         )
         for n in range(7)

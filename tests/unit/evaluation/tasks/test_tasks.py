@@ -22,6 +22,7 @@ from dms_train.evaluation.tasks.prompts import (
     load_tokenizer,
 )
 from dms_train.evaluation.tasks.registry import all_tasks, task
+from dms_train.hf.tokenizer_files import read_chat_tokenizer
 from dms_train.inference.tokenizer import Tokenizer
 from tests.support import piece_tokenizer, r1_tokenizer
 
@@ -215,26 +216,42 @@ def model(folder: Path, template: str | None) -> tuple[Tokenizer, Path]:
 
 
 def test_the_chat_template_of_the_model_is_a_format(tmp_path):
-    found = find_format("template", *model(tmp_path, r1_tokenizer.TEMPLATE))
-    user, assistant = r1_tokenizer.USER, r1_tokenizer.ASSISTANT
-    asked = Messages(user="Q", system="S", answer_prefix="A")
-    assert found.render(asked) == f"{r1_tokenizer.BEGIN}S{user}Q{assistant}<think>\nA"
-    assert found.render(Messages(user="Q")) == f"{r1_tokenizer.BEGIN}{user}Q{assistant}<think>\n"
-    assert found.render(replace(asked, plain=True)) == "S\n\nQA"
-    name, _, digest = found.name.partition(" ")
-    assert (name, len(digest)) == ("template", 12)
-    other = find_format("template", *model(tmp_path, f"{r1_tokenizer.TEMPLATE} "))
-    assert other.name != found.name
+    tokenizer, directory = model(tmp_path, r1_tokenizer.TEMPLATE)
+    found = find_format("template", tokenizer, directory)
+    begin, user, assistant = r1_tokenizer.BEGIN, r1_tokenizer.USER, r1_tokenizer.ASSISTANT
+    begun = Messages(user="Q", system="S", answer_prefix="A")
+    for messages, expected in (
+        (Messages(user="Q"), f"{begin}{user}Q{assistant}<think>\n"),
+        (begun, f"{begin}S{user}Q{assistant}A"),  # an answer that has begun does not reason
+        (replace(begun, plain=True), "S\n\nQA"),
+    ):
+        ids = found.tokens(messages, tokenizer, directory)
+        assert tokenizer.decode(ids, special=True) == expected
 
 
-def test_a_token_that_the_tokenizer_adds_is_not_doubled(tmp_path):
+def test_another_chat_template_is_another_format(tmp_path):
+    names = [
+        find_format("template", *model(tmp_path, f"{r1_tokenizer.TEMPLATE}{end}")).name
+        for end in ("", "", " ")
+    ]
+    assert names[0] == names[1] != names[2]
+    assert [(name[:9], len(name)) for name in names] == 3 * [("template ", 21)]
+
+
+@pytest.mark.parametrize("begin", ["{{ bos_token }}", ""])
+def test_a_template_gets_the_tokens_of_a_chat_and_no_others(tmp_path, begin):
+    """This tokenizer adds its first token to any other text."""
     directory = piece_tokenizer.write_tokenizer(
-        tmp_path, chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        tmp_path, chat_template=f"{begin}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
     )
     tokenizer = load_tokenizer(directory)
-    prompt = find_format("template", tokenizer, directory).render(Messages(user="a"))
-    assert prompt == "a"
-    assert tokenizer.decode(tokenizer.encode(prompt), special=True).count("<s>") == 1
+    chat = read_chat_tokenizer(directory)
+    expected = chat.apply_chat_template([{"role": "user", "content": "a"}], return_dict=False)
+    asked = Messages(user="a")
+    found = find_format("template", tokenizer, directory)
+    assert found.tokens(asked, tokenizer, directory) == expected
+    plain = find_format("plain", tokenizer, directory).tokens(asked, tokenizer, directory)
+    assert plain == tokenizer.encode("a") != tokenizer.encode("a", special=False)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +268,18 @@ def test_a_format_that_cannot_be_used_is_refused(tmp_path, name, template, line)
 
 
 def test_messages_that_the_template_leaves_out_are_refused(tmp_path):
-    found = find_format("template", *model(tmp_path, "{{ messages[0].content }}"))
+    made = model(tmp_path, "{{ messages[0].content }}")
+    found = find_format("template", *made)
     with pytest.raises(
         EvaluationError, match=r"prompt_format=template: .* leaves out this message"
     ):
-        found.render(Messages(user="Q", system="S"))
+        found.tokens(Messages(user="Q", system="S"), *made)
+
+
+def test_a_problem_that_is_not_text_is_refused(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"question": None, "answer": "#### 1"}])
+    with pytest.raises(EvaluationError, match=r"rows\.jsonl:1: the problem is not text"):
+        TASKS["gsm8k"].documents(TaskOptions(path=path, subset=True), tokens)
 
 
 def choices(seed: int) -> list[tuple[list[str], str]]:
