@@ -42,6 +42,7 @@ COMMANDS = {
     "retention": Command("research.retention.run", "show which tokens each KV head keeps"),
     "policies": Command("research.policies.run", "compare all cache policies at equal ratios"),
     "ablations": Command("research.ablations", "evaluate the ablation experiments"),
+    "prompt-kl": Command("research.prompt_kl", "compare exports on the prompts of a task"),
     "wall-clock": Command("research.wall_clock", "measure accuracy against seconds"),
     "exam": Command("research.exam", "solve exam problems greedily"),
 }

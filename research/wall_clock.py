@@ -44,7 +44,7 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.tables import markdown_table
-from research.lab.arguments import count, list_of, picture
+from research.lab.arguments import count, list_of, named_models, picture
 
 _WARM_UP_TOKENS = 64
 _TITLES = ("model", "length-width", "accuracy", "seconds (least to most)", "tokens/s")
@@ -212,7 +212,9 @@ def table(models: dict[str, Any]) -> str:
 def _run(args: argparse.Namespace) -> int:
     if args.output.is_dir():
         raise EvaluationError(f"--output {args.output}: a folder; name a file")
-    checked = {name: checked_run(path, args.overrides, args.budgets) for name, path in args.models}
+    checked = {
+        name: checked_run(path, args.overrides, args.budgets) for name, path in args.models.items()
+    }
     first = next(iter(checked.values()))
     device = torch.device(first.engine.device)
     record: dict[str, Any] = {
@@ -263,13 +265,6 @@ def _draw(record: dict[str, Any], path: Path | None) -> None:
         drawn(record).savefig(path)
 
 
-def _model(text: str) -> tuple[str, Path]:
-    name, _, path = text.partition("=")
-    if not name or not path:
-        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=DIRECTORY")
-    return name, Path(path)
-
-
 def _budget_of(text: str) -> tuple[float, int]:
     length, _, width = text.partition("-")
     try:
@@ -290,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="options of dms-eval")
-    add("--models", type=list_of(_model), metavar="NAME=DIR,...", help="models and exports")
+    add("--models", type=named_models, metavar="NAME=DIR,...", help="models and exports")
     budgets = list_of(_budget_of)
     add(
         "--budgets",
@@ -309,7 +304,4 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give --models, or --table with a stored record")
     if args.table and args.overrides:
         parser.error(f"{args.overrides[0]}: a stored record takes no options; leave it out")
-    names = [name for name, _ in args.models or ()]
-    if len(set(names)) < len(names):
-        parser.error("--models: a name is repeated")
     return run_main(lambda: _show(args) if args.table else _run(args))

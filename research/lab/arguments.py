@@ -62,6 +62,19 @@ def list_of(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
     return parsed
 
 
+def named_models(text: str) -> dict[str, Path]:
+    """Parse directories by name, given as `NAME=DIRECTORY,...`."""
+    models: dict[str, Path] = {}
+    for part in list_of(str)(text):
+        name, _, path = part.partition("=")
+        if not name or not path:
+            raise argparse.ArgumentTypeError(f"{part!r}: give NAME=DIRECTORY")
+        if name in models:
+            raise argparse.ArgumentTypeError(f"{text}: a name is repeated")
+        models[name] = Path(path)
+    return models
+
+
 def _number(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
