@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar
@@ -73,6 +74,11 @@ class AnswerChecker:
         if self.allow_code is None:
             raise EvaluationError("programs of a model run only with --allow-code")
         return self.allow_code == SANDBOX
+
+    def judged(self, judge: Callable[[str], Score], texts: Sequence[str]) -> list[Score]:
+        """Return the score of each text by a function that runs its programs, `workers` at once."""
+        with ThreadPoolExecutor(self.workers) as pool:  # each thread waits for its processes
+            return list(pool.map(judge, texts))
 
     def verdicts(self, attempts: Sequence[Attempt]) -> list[Verdict]:
         """Compare answers with their gold answers in processes with deadlines.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from dms_train.evaluation.answers import Verdict
 from dms_train.evaluation.programs import ProgramTest, passes
@@ -35,7 +36,7 @@ class CompletionScorer(Scorer):
             EvaluationError: Running code was not allowed, or cannot be isolated here.
         """
         sandboxed = checker.runs_sandboxed()
-        return [_score(document, text, sandboxed) for text in texts]
+        return checker.judged(partial(_score, document, sandboxed=sandboxed), texts)
 
 
 def _score(document: Document, text: str, sandboxed: bool) -> Score:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from dms_train.evaluation.answers import Verdict, final_text
@@ -33,8 +32,7 @@ class ProgramScorer(Scorer):
         """
         sandboxed = checker.runs_sandboxed()
         score = partial(_score, tests=program_tests(document), sandboxed=sandboxed)
-        with ThreadPoolExecutor(checker.workers) as pool:  # each waits for its processes
-            return list(pool.map(score, texts))
+        return checker.judged(score, texts)
 
 
 def _score(text: str, tests: list[ProgramTest], sandboxed: bool) -> Score:

@@ -43,6 +43,21 @@ def test_right_bodies_pass_and_others_do_not(document, mode):
     ) == [True, True, False, False, False]
 
 
+def test_programs_of_several_workers_run_at_the_same_time(tmp_path):
+    """Each program ends only if the other one has begun."""
+    document = DOCUMENTS[1]
+    waits = f"""    import os, time
+    open({str(tmp_path)!r} + '/ME', 'w').close()
+    while not os.path.exists({str(tmp_path)!r} + '/OTHER'):
+        time.sleep(0.01)
+    return text.upper() + '!'
+"""
+    bodies = [waits.replace("ME", own).replace("OTHER", other) for own, other in ("ab", "ba")]
+    with AnswerChecker(2, allow_code="unisolated") as checker:
+        scores = CompletionScorer().scores(document, bodies, checker)
+    assert [score.correct for score in scores] == [(True,), (True,)]
+
+
 def test_a_program_cannot_end_before_its_tests():
     document = DOCUMENTS[1]
     early = "    return text\n\nprint('passed')\nimport os, sys\n"
