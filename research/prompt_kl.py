@@ -6,8 +6,8 @@ r"""Measure how far exports are from their original on the prompts of a task.
 answers each problem greedily with the first model. Each model then reads the prompts and these
 answers through its cache. The table has the KL divergence from the first model in nats, for the
 first token of an answer and for the later ones, and the probability of the token that the first
-model begins with. Intervals are over problems. Where the first token stands out, text for the
-training has too few prompts of this form. Other words are options of `dms-eval`.
+model begins with. Intervals are over problems. A first token with a high divergence suggests that
+the text of the training lacks prompts of this form. Other words are options of `dms-eval`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method.losses import kl_teacher_student
 from dms_train.tables import markdown_table
-from research.lab.arguments import count, named_models
+from research.lab.arguments import check_overrides, count, named_models
 
-_OWN = ("model.path", "model.server", "sampling.", "sweep.", "run.")
+_OWN = ("model.path", "model.server", "model.cr", "policy.", "sampling.", "sweep.", "run.")
 _TITLES = ("model", "KL, first token", "KL, later tokens", "probability of the first token")
 
 
@@ -62,11 +62,9 @@ def checked_run(model: Path, overrides: list[str]) -> CheckedRun:
         EvaluationError: The model, the task or an option cannot be used.
         FileNotFoundError: The model or a file is absent.
     """
-    for word in overrides:
-        if word.lstrip("+~").startswith(_OWN):
-            raise EvaluationError(f"{word}: has no effect here; leave it out")
+    check_overrides(overrides, _OWN, "has no effect here")
     own = [f"model.path={model}", "sweep.lengths=[1]", "run.allow_code=unisolated"]
-    return check(compose_evaluation([*overrides, *own]))  # which runs no programs
+    return check(compose_evaluation([*overrides, *own]))  # no program is run here
 
 
 def answers(llm: LLM, checked: CheckedRun, new_tokens: int) -> list[list[int]]:
@@ -88,13 +86,19 @@ def read(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> Reading:
     return Reading(hidden, llm.engine.head.float())
 
 
-def compared(first: Reading, other: Reading) -> dict[str, Any]:
-    """Return divergences from the first model, each with its interval over problems."""
+def compared(first: Reading, other: Reading, texts: list[list[int]]) -> dict[str, Any]:
+    """Return divergences from the first model, each with its interval over problems.
+
+    Args:
+        first: What the first model read.
+        other: What another model read.
+        texts: Answers of the first model.
+    """
     kl, known = [], []
-    for index in range(len(first.hidden)):
-        theirs, ours = first.logits(index), other.logits(index)
-        kl.append(kl_teacher_student(ours, theirs))
-        known.append(ours[0].softmax(-1)[theirs[0].argmax()].item())
+    for index, text in enumerate(texts):
+        ours = other.logits(index)
+        kl.append(kl_teacher_student(ours, first.logits(index)))
+        known.append(ours[0].softmax(-1)[text[0]].item())
     ones = [1.0] * len(kl)
     later = [values[1:] for values in kl]
     found = {
@@ -122,9 +126,24 @@ def _interval(found: dict[str, float] | None) -> str:
     return "{value:.4f} [{low:.4f}, {high:.4f}]".format(**found)
 
 
-def _llm(checked: CheckedRun, new_tokens: int) -> LLM:
+def loaded(checked: CheckedRun, new_tokens: int) -> LLM:
+    """Load a model with room for a prompt and its answer."""
     longest = checked.longest + new_tokens + checked.engine.decode_steps
     return LLM(checked.directory, replace(checked.engine, max_model_len=longest))
+
+
+def measure(runs: dict[str, CheckedRun], new_tokens: int) -> dict[str, Any]:
+    """Return `compared` for each model; one model is in memory at a time."""
+    (first_name, first), *others = runs.items()
+    llm = loaded(first, new_tokens)
+    texts = answers(llm, first, new_tokens)
+    reference = read(llm, first.prompts, texts)
+    found = {first_name: compared(reference, reference, texts)}
+    for name, run in others:
+        del llm
+        llm = loaded(run, new_tokens)
+        found[name] = compared(reference, read(llm, run.prompts, texts), texts)
+    return found
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -135,31 +154,28 @@ def _run(args: argparse.Namespace) -> int:
     for name, run in runs.items():
         if run.prompts != first.prompts:
             raise EvaluationError(f"--models {name}: its prompts have other tokens than the first")
-    device = torch.device(first.engine.device)
-    record: dict[str, Any] = {
-        "device": device_name(device),
-        "versions": versions(device),
-        **origin(),
-        "task": first.task.name,
-        "problems": len(first.prompts),
-        "prompt_format": first.prompt_format,
-        "new_tokens": args.new_tokens,
-        "models": {},
-    }
-    llm = _llm(first, args.new_tokens)
-    texts = answers(llm, first, args.new_tokens)
-    reference = read(llm, first.prompts, texts)
-    for name, run in runs.items():
-        if run is not first:
-            del llm  # one model at a time
-            llm = _llm(run, args.new_tokens)
-        reading = reference if run is first else read(llm, run.prompts, texts)
-        record["models"][name] = compared(reference, reading)
-    print(table(record["models"]))
+    models = measure(runs, args.new_tokens)
+    print(table(models))
     if args.output is not None:
+        record = _settings(first) | {"new_tokens": args.new_tokens, "models": models}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _settings(checked: CheckedRun) -> dict[str, Any]:
+    """Return what was measured, for the record."""
+    device = torch.device(checked.engine.device)
+    return {
+        "device": device_name(device),
+        "versions": versions(device),
+        **origin(),
+        "task": checked.task.name,
+        "problems": len(checked.prompts),
+        "prompt_format": checked.prompt_format,
+        "dtype": checked.engine.dtype,
+        "cache_dtype": checked.engine.cache_dtype,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -178,6 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     if (args.models is None) == (args.table is None):
         parser.error("give --models, or --table with a stored record")
+    if args.table and (args.overrides or args.output):
+        parser.error("--table: a stored record takes no options; leave them out")
     if args.table is not None:
         return run_main(lambda: show(args.table, lambda record: table(record["models"])))
     return run_main(lambda: _run(args))

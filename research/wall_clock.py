@@ -44,7 +44,7 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.tables import markdown_table
-from research.lab.arguments import count, list_of, named_models, picture
+from research.lab.arguments import check_overrides, count, list_of, named_models, picture
 
 _WARM_UP_TOKENS = 64
 _TITLES = ("model", "length-width", "accuracy", "seconds (least to most)", "tokens/s")
@@ -63,11 +63,9 @@ def checked_run(model: Path, overrides: list[str], budgets: list[tuple[float, in
         EvaluationError: The model, the task or an option cannot be used.
         FileNotFoundError: The model or a file is absent.
     """
-    for word in overrides:
-        if word.lstrip("+~").startswith(_OWN):
-            raise EvaluationError(f"{word}: --models and --budgets decide it; leave it out")
+    check_overrides(overrides, _OWN, "--models and --budgets decide it")
     lengths, widths = ({budget[place] for budget in budgets} for place in (0, 1))
-    sizes = ",".join(f"{length:g}" for length in sorted(lengths))
+    sizes = ",".join(map(repr, sorted(lengths)))
     checked = check(
         compose_evaluation([*overrides, f"model.path={model}", f"sweep.lengths=[{sizes}]"])
     )
@@ -303,5 +301,5 @@ def main(arguments: list[str] | None = None) -> int:
     if (args.models is None) == (args.table is None):
         parser.error("give --models, or --table with a stored record")
     if args.table and args.overrides:
-        parser.error(f"{args.overrides[0]}: a stored record takes no options; leave it out")
+        parser.error("--table: a stored record takes no options of dms-eval; leave them out")
     return run_main(lambda: _show(args) if args.table else _run(args))

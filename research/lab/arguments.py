@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from dms_train.evaluation.errors import EvaluationError
+
 Value = TypeVar("Value")
 
 
@@ -73,6 +75,23 @@ def named_models(text: str) -> dict[str, Path]:
             raise argparse.ArgumentTypeError(f"{text}: a name is repeated")
         models[name] = Path(path)
     return models
+
+
+def check_overrides(words: Iterable[str], own: Iterable[str], reason: str) -> None:
+    """Refuse options of `dms-eval` that a command decides itself or does not read.
+
+    Args:
+        words: Options as `key=value`.
+        own: Keys, or beginnings of keys that end in a dot.
+        reason: End of the message.
+
+    Raises:
+        EvaluationError: One of the words has such a key, or the name of its group.
+    """
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if any(key.startswith(each) or each.startswith(f"{key}.") for each in own):
+            raise EvaluationError(f"{word}: {reason}; leave it out")
 
 
 def _number(text: str, least: int) -> int:

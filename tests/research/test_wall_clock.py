@@ -182,6 +182,12 @@ def test_options_reach_the_engine_and_the_checker(
     assert (checker.workers, checker.allow_code) == (3, "unisolated")
 
 
+def test_one_greedy_chain_is_measured(lab: Path) -> None:
+    given = [*overrides(lab), "sampling.temperature=0"]
+    checked = wall_clock.checked_run(lab / "original", given, [(1 / 1024, 1)])
+    assert checked.options.sweep.lengths == (1 / 1024,)
+
+
 def recorder(made: list[object], kind: Callable[..., object]) -> Callable[..., object]:
     """Return a constructor that also keeps what it makes."""
 
@@ -199,6 +205,8 @@ def recorder(made: list[object], kind: Callable[..., object]) -> Callable[..., o
         (["model.path=x"], "model.path=x: --models and --budgets decide it"),
         (["sweep.widths=[2]"], "sweep.widths=[2]: --models and --budgets decide it"),
         (["run.dir=x"], "run.dir=x: --models"),
+        (["run={dir:x}"], "run={dir:x}: --models"),
+        (["+run.shards=2"], "+run.shards=2: --models"),
         (["model.cache_bytes=null"], "model.cache_bytes: state the size"),
         (["sampling.temperature=0"], "sampling.temperature=0: all chains of a problem are alike"),
         (["task.name=humaneval"], "run.allow_code=sandbox"),

@@ -76,7 +76,7 @@ class AnswerChecker:
         return self.allow_code == SANDBOX
 
     def judged(self, judge: Callable[[str], Score], texts: Sequence[str]) -> list[Score]:
-        """Return the score of each text by a function that runs its programs, `workers` at once."""
+        """Score texts with a function that runs their programs, `workers` texts in parallel."""
         with ThreadPoolExecutor(self.workers) as pool:  # each thread waits for its processes
             return list(pool.map(judge, texts))
 

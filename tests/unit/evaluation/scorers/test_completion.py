@@ -58,6 +58,17 @@ def test_programs_of_several_workers_run_at_the_same_time(tmp_path):
     assert [score.correct for score in scores] == [(True,), (True,)]
 
 
+def test_no_more_programs_run_than_there_are_workers(tmp_path):
+    """Each program fails if another one runs."""
+    alone = f"""    import os, time
+    os.mkdir({str(tmp_path / "busy")!r})
+    time.sleep(0.3)
+    os.rmdir({str(tmp_path / "busy")!r})
+    return text.upper() + '!'
+"""
+    assert passed(DOCUMENTS[1], *[alone.replace("0.3", f"0.{n}") for n in (3, 2, 4)]) == 3 * [True]
+
+
 def test_a_program_cannot_end_before_its_tests():
     document = DOCUMENTS[1]
     early = "    return text\n\nprint('passed')\nimport os, sys\n"

@@ -250,8 +250,9 @@ def test_a_template_gets_the_tokens_of_a_chat_and_no_others(tmp_path, begin):
     asked = Messages(user="a")
     found = find_format("template", tokenizer, directory)
     assert found.tokens(asked, tokenizer, directory) == expected
+    whole = found.tokens(replace(asked, plain=True), tokenizer, directory)
     plain = find_format("plain", tokenizer, directory).tokens(asked, tokenizer, directory)
-    assert plain == tokenizer.encode("a") != tokenizer.encode("a", special=False)
+    assert whole == plain == tokenizer.encode("a") != tokenizer.encode("a", special=False)
 
 
 @pytest.mark.parametrize(
