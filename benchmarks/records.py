@@ -125,7 +125,7 @@ def show(path: Path, text: Callable[[Any], str]) -> int:
         raise refused from None
     try:
         print_record(record, text)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         raise refused from None
     return 0
 

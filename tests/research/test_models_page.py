@@ -332,7 +332,7 @@ def test_the_page_has_the_numbers_of_qwen_with_bare_questions() -> None:
 def test_the_page_has_the_divergence_on_the_prompts_of_qwen() -> None:
     rows = page_rows("docs/models.md")
     for title, name in PROMPTS.items():
-        found = record(f"qwen25_coder_0_5b_prompts_{name}.json", "cpu")
+        found = record(f"qwen25_coder_0_5b_prompts_{name}.json", "cpu_x86_64")
         assert found["problems"] == 32
         for model, label in (("cr4", "CR 4"), ("cr8", "CR 8")):
             numbers, original = found["models"][model], found["models"]["original"]
@@ -340,7 +340,9 @@ def test_the_page_has_the_divergence_on_the_prompts_of_qwen() -> None:
             cells += [f"{each['probability']['value']:.2f}" for each in (original, numbers)]
             assert rows[f"prompts, {title}, {label}"] == cells
     for name in PROMPTS.values():
-        shown = prompt_kl.table(record(f"qwen25_coder_0_5b_prompts_{name}.json", "cpu")["models"])
+        shown = prompt_kl.table(
+            record(f"qwen25_coder_0_5b_prompts_{name}.json", "cpu_x86_64")["models"]
+        )
         assert "| cr8 |" in shown
 
 

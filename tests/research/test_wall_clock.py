@@ -21,21 +21,6 @@ from tests.unit.inference import conftest as inference
 PROBLEMS = 3
 BUDGETS = [[1 / 64, 1], [1 / 32, 2]]
 CACHE = 8 * 2**20
-BAD_LENGTH = json.dumps(
-    {
-        **{"device": "x", "commit": "0" * 40, "date": "2026-01-01"},
-        "models": {
-            "a": {
-                "budgets": [
-                    {
-                        **{"length": "x", "width": 1, "accuracy": 1, "tokens_s": 1},
-                        **{"seconds": 1, "seconds_least": 1, "seconds_most": 1},
-                    }
-                ]
-            }
-        },
-    }
-)
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +242,7 @@ def test_the_stored_record_is_printed_again(capsys: pytest.CaptureFixture[str]) 
     assert len(rows) > 4
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"models": {"teacher": {}}}', BAD_LENGTH, "\x80"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": {"teacher": {}}}', "\x80"])
 def test_a_file_that_is_no_record_is_refused(text: str, tmp_path: Path, capsys) -> None:
     file = tmp_path / "other.json"
     file.write_bytes(text.encode("latin-1"))
