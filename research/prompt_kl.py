@@ -7,7 +7,8 @@ answers each problem greedily with the first model. Each model then reads the pr
 answers through its cache. The table has the KL divergence from the first model in nats, for the
 first token of an answer and for the later ones, and the probability of the token that the first
 model begins with. Intervals are over problems. A first token with a high divergence suggests that
-the text of the training lacks prompts of this form. Other words are options of `dms-eval`.
+the text of the training lacks prompts of this form. All other arguments are options of `dms-eval`,
+except those that have no effect here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method.losses import kl_teacher_student
 from dms_train.tables import markdown_table
-from research.lab.arguments import check_overrides, count, named_models
+from research.lab.arguments import check_overrides, count, named_models, require_models_or_table
 
 _OWN = ("model.path", "model.server", "model.cr", "policy.", "sampling.", "sweep.", "run.")
 _TITLES = ("model", "KL, first token", "KL, later tokens", "probability of the first token")
@@ -101,14 +102,14 @@ def compared(first: Reading, other: Reading, texts: list[list[int]]) -> dict[str
         known.append(ours[0].softmax(-1)[text[0]].item())
     ones = [1.0] * len(kl)
     later = [values[1:] for values in kl]
-    found = {
+    estimates = {
         "first": ratio([values[0].item() for values in kl], ones),
         "probability": ratio(known, ones),
     }
     if any(len(values) for values in later):
         sums, numbers = [v.sum().item() for v in later], [float(len(v)) for v in later]
-        found["later"] = ratio(sums, numbers)
-    return {name: asdict(estimate) for name, estimate in found.items()}
+        estimates["later"] = ratio(sums, numbers)
+    return {name: asdict(estimate) for name, estimate in estimates.items()}
 
 
 def table(models: dict[str, Any]) -> str:
@@ -127,7 +128,7 @@ def _interval(found: dict[str, float] | None) -> str:
 
 
 def loaded(checked: CheckedRun, new_tokens: int) -> LLM:
-    """Load a model with room for a prompt and its answer."""
+    """Load a model whose sequences may be as long as the longest prompt with an answer."""
     longest = checked.longest + new_tokens + checked.engine.decode_steps
     return LLM(checked.directory, replace(checked.engine, max_model_len=longest))
 
@@ -192,10 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--output", type=Path, help="record to write")
     add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     args = parser.parse_intermixed_args(arguments)
-    if (args.models is None) == (args.table is None):
-        parser.error("give --models, or --table with a stored record")
-    if args.table and (args.overrides or args.output):
-        parser.error("--table: a stored record takes no options; leave them out")
+    require_models_or_table(parser, args)
+    if args.table is not None and args.output is not None:
+        parser.error("--output: --table only prints a stored record; leave it out")
     if args.table is not None:
         return run_main(lambda: show(args.table, lambda record: table(record["models"])))
     return run_main(lambda: _run(args))

@@ -7,8 +7,8 @@ r"""Measure accuracy against seconds, with the same bytes of cache for every mod
 answers the same problems with every model at each budget: tokens of a chain in units of 1,024, and
 chains of a problem. Each model gets a cache of `model.cache_bytes`, in which as many chains run as
 fit, at most `model.max_num_seqs`. Nothing else should use the GPU. The median time of the
-repetitions and the accuracy over all of them are printed and written to `--output`. Other words are
-options of `dms-eval`, without those that this command sets itself.
+repetitions and the accuracy over all of them are printed and written to `--output`. All other
+arguments are options of `dms-eval`, except those that this command sets.
 
     python -m research wall-clock --table wall_clock.json --figure wall_clock.svg
 
@@ -44,7 +44,14 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.tables import markdown_table
-from research.lab.arguments import check_overrides, count, list_of, named_models, picture
+from research.lab.arguments import (
+    check_overrides,
+    count,
+    list_of,
+    named_models,
+    picture,
+    require_models_or_table,
+)
 
 _WARM_UP_TOKENS = 64
 _TITLES = ("model", "length-width", "accuracy", "seconds (least to most)", "tokens/s")
@@ -180,9 +187,9 @@ def drawn(record: dict[str, Any]) -> Any:
         budgets = sorted(model["budgets"], key=lambda b: b["length"])
         for width in sorted({b["width"] for b in budgets}):
             some = [b for b in budgets if b["width"] == width]
-            seconds, solved = ([b[x] for b in some] for x in ("seconds", "accuracy"))
+            seconds, shares = ([b[x] for b in some] for x in ("seconds", "accuracy"))
             label = name if width == budgets[0]["width"] else None
-            axes.plot(seconds, solved, label=label, color=color(name, names), marker="o", ms=3)
+            axes.plot(seconds, shares, label=label, color=color(name, names), marker="o", ms=3)
             for budget in some if name == names[0] else ():  # the others are in the same order
                 at = budget["seconds"], budget["accuracy"]
                 text = f"{budget['length']:g}-{width}"
@@ -298,8 +305,5 @@ def main(arguments: list[str] | None = None) -> int:
     add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     add("--figure", type=picture, help=".svg or .png file to write")
     args = parser.parse_intermixed_args(arguments)
-    if (args.models is None) == (args.table is None):
-        parser.error("give --models, or --table with a stored record")
-    if args.table and args.overrides:
-        parser.error("--table: a stored record takes no options of dms-eval; leave them out")
+    require_models_or_table(parser, args)
     return run_main(lambda: _show(args) if args.table else _run(args))

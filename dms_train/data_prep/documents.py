@@ -14,7 +14,7 @@ from dms_train.hf.text_files import decode_text
 
 Message = dict[str, str]
 
-TEXT_TYPES = (".txt", ".md", ".rst", ".tex", ".py")
+TEXT_TYPES = (".txt", ".md", ".rst", ".tex")
 DOCUMENT_TYPES = (*TEXT_TYPES, ".jsonl")
 WHOLE_FILE, BLANK_LINE, EVERY_LINE = "whole file", "blank line", "every line"
 

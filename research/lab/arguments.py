@@ -77,6 +77,14 @@ def named_models(text: str) -> dict[str, Path]:
     return models
 
 
+def require_models_or_table(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with one line unless there are models to measure, or a stored record to print."""
+    if (args.models is None) == (args.table is None):
+        parser.error("give --models, or --table with a stored record")
+    if args.table is not None and args.overrides:
+        parser.error("--table: a stored record takes no options of dms-eval; leave them out")
+
+
 def check_overrides(words: Iterable[str], own: Iterable[str], reason: str) -> None:
     """Refuse options of `dms-eval` that a command decides itself or does not read.
 

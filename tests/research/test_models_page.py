@@ -356,7 +356,7 @@ def test_the_page_has_the_memory_of_the_longest_prompts() -> None:
         for name in ("original", "cr4", "cr8")
     ]
     assert f"takes {bytes_of_token:,} bytes in bf16" in text
-    assert f"take {sizes[0]}, {sizes[1]} at CR 4 and {sizes[2]} at CR 8" in text
+    assert f"holds {sizes[0]}, CR 4 holds {sizes[1]} and CR 8 holds {sizes[2]}" in text
 
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:

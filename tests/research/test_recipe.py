@@ -14,18 +14,14 @@ import pytest
 
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.evaluation.harness.comparison import published_scores
-from dms_train.evaluation.tasks.base import FIXTURES
-from dms_train.evaluation.tasks.gsm8k import meta_prompt
 from dms_train.hf.formats import read_target_cr
 from dms_train.inference.errors import InferenceError
 from research.lab.run import UNFINISHED
 from research.lab.steps import as_text
-from research.recipe import prompts as recipe_prompts
 from research.recipe import run as recipe
 from research.recipe.chains import chains_text, measured_chains
 from research.recipe.evaluations import results, steps
 from research.recipe.measured import measured
-from research.recipe.prompts import prompts
 from research.recipe.report import report_text, write_report
 from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, check_policies, exports
 from tests.research.stored_runs import stored
@@ -272,55 +268,6 @@ def test_the_trainings_are_those_of_the_first_trial(tmp_path: Path) -> None:
         assert (stage.zero_neuron.steps, stage.retrofit.steps_per_cr) == (60, 100)
         assert stage.hold.min_lr_ratio == 0
         assert config.run.dir == str(tmp_path / "train")
-
-
-def test_prompts_are_many_and_the_same_for_a_seed() -> None:
-    drawn = prompts(1000, 0)
-    assert drawn == prompts(1000, 0)
-    assert drawn != prompts(1000, 1)
-    assert len(set(prompts(10_000, 0))) == 10_000
-    assert not [prompt for prompt in drawn if "{" in prompt]
-
-
-def test_prompts_of_other_files_are_added_in_random_order(tmp_path: Path, capsys) -> None:
-    out, other = tmp_path / "prompts.jsonl", tmp_path / "train.jsonl"
-    added = [f"Question {i}?" for i in range(30)]
-    other.write_text("".join(json.dumps({"question": text}) + "\n" for text in added))
-    given = [str(out), "--count", "20", "--add", f"{other}:question"]
-    assert recipe_prompts.main(given) == 0
-    found = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
-    assert sorted(found) == sorted([*prompts(20, 0), *added])
-    assert [text in added for text in found] != [False] * 20 + [True] * 30
-    assert recipe_prompts.main([*given[:-1], f"{other}:answer"]) == 2
-    assert f"{other}:1: no text 'answer'; name a column of" in capsys.readouterr().err
-    other.write_text('\n["a"]\n')
-    assert recipe_prompts.main(given) == 2
-    assert f"{other}:2: no text 'question'" in capsys.readouterr().err
-    other.write_text("{")
-    assert recipe_prompts.main(given) == 2
-    assert f"{other}:1: not valid JSON" in capsys.readouterr().err
-    assert recipe_prompts.main([*given[:-1], f"{tmp_path}:question"]) == 2
-    assert "name a file of JSON lines as FILE:COLUMN" in capsys.readouterr().err
-
-
-def test_problems_are_added_as_a_task_asks_them(tmp_path: Path, capsys) -> None:
-    out, train = tmp_path / "prompts.jsonl", tmp_path / "train.jsonl"
-    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(9)]
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [str(out), "--count", "4", "--tasks", f"gsm8k={train}"]
-    assert recipe_prompts.main(given) == 0
-    found = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
-    asked = [meta_prompt(row["question"]).user for row in rows]
-    assert sorted(found) == sorted([*prompts(4, 0), *asked])
-    assert found[4:] != asked
-    for wrong, line in (
-        (f"humaneval={FIXTURES / 'humaneval.jsonl'}", "humaneval also have a system prompt, the"),
-        (f"exam_sheets={FIXTURES / 'exam_sheets.jsonl'}", "exam_sheets also have a system prompt"),
-        (f"gsm={train}", "gsm: choose one of"),
-        ("gsm8k=none.jsonl", "name a file of problems as TASK=FILE"),
-    ):
-        assert recipe_prompts.main([*given[:-1], wrong]) == 2
-        assert line in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path, capsys) -> None:

@@ -75,10 +75,10 @@ class AnswerChecker:
             raise EvaluationError("programs of a model run only with --allow-code")
         return self.allow_code == SANDBOX
 
-    def judged(self, judge: Callable[[str], Score], texts: Sequence[str]) -> list[Score]:
-        """Score texts with a function that runs their programs, `workers` texts in parallel."""
+    def score_in_parallel(self, score: Callable[[str], Score], texts: Sequence[str]) -> list[Score]:
+        """Return the score of each text; `score` runs programs for `workers` texts at a time."""
         with ThreadPoolExecutor(self.workers) as pool:  # each thread waits for its processes
-            return list(pool.map(judge, texts))
+            return list(pool.map(score, texts))
 
     def verdicts(self, attempts: Sequence[Attempt]) -> list[Verdict]:
         """Compare answers with their gold answers in processes with deadlines.

@@ -36,7 +36,7 @@ class CompletionScorer(Scorer):
             EvaluationError: Running code was not allowed, or cannot be isolated here.
         """
         sandboxed = checker.runs_sandboxed()
-        return checker.judged(partial(_score, document, sandboxed=sandboxed), texts)
+        return checker.score_in_parallel(partial(_score, document, sandboxed=sandboxed), texts)
 
 
 def _score(document: Document, text: str, sandboxed: bool) -> Score:

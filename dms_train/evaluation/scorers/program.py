@@ -32,7 +32,7 @@ class ProgramScorer(Scorer):
         """
         sandboxed = checker.runs_sandboxed()
         score = partial(_score, tests=program_tests(document), sandboxed=sandboxed)
-        return checker.judged(score, texts)
+        return checker.score_in_parallel(score, texts)
 
 
 def _score(text: str, tests: list[ProgramTest], sandboxed: bool) -> Score:

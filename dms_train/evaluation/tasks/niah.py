@@ -124,7 +124,7 @@ def hidden(text: str, needle: Needle) -> str:
 def _words_that_fit(
     words: list[str], needle: Needle, length: int, tokens: TokenCounter, near: int | None
 ) -> int:
-    """Return the largest number of words that leaves room for the answer in `length` tokens."""
+    """Return the most words with which prompt and answer have at most `length` tokens."""
 
     def prompt_tokens(size: int) -> int:
         return tokens(_messages(hidden(cycled(words, size), needle), needle.key))

@@ -121,6 +121,7 @@ def find_format(name: str, tokenizer: Tokenizer, directory: Path) -> PromptForma
         EvaluationError: There is no such format, or no chat template that renders the same text
             every day.
         HFError: The chat template cannot be read.
+        InferenceError: The chat template is not text.
     """
     if name == AUTO:
         name = detect_format(tokenizer.knows)
@@ -150,7 +151,7 @@ def _chat_template(directory: Path) -> ChatTemplate:
 
 
 def _from_template(template: ChatTemplate, messages: Messages) -> str:
-    """Return the prompt in a chat template; an answer that has begun has no reasoning before it."""
+    """Return the prompt in a chat template, without `<think>` before an answer that has begun."""
     turns = (("system", messages.system), ("user", messages.user))
     chat = [{"role": role, "content": content} for role, content in turns if content]
     try:

@@ -306,7 +306,7 @@ def test_documents_begin_with_a_random_length_of_each_passage(
     (folder / "part").mkdir(parents=True)
     lines = [f"Line {number} of the book, so that it has a name.\n" for number in range(150)]
     (folder / "one.txt").write_text("\n\n" + "".join(lines[:100]), encoding="utf-8")
-    (folder / "part" / "two.py").write_text("".join(lines[100:]), encoding="utf-8")
+    (folder / "part" / "two.md").write_text("".join(lines[100:]), encoding="utf-8")
     (folder / "part" / "notes.pdf").write_bytes(b"%PDF")
     (folder / ".hidden.txt").write_text("no", encoding="utf-8")
     assert generate(str(folder), "--beginning", "4-40", "--max-new-tokens", "2") == 0
@@ -325,7 +325,7 @@ def test_documents_begin_with_a_random_length_of_each_passage(
     assert max(lengths) <= 40
     assert len(set(lengths)) > len(lengths) / 3
     sources = read_manifest(tmp_path / "out").sources
-    assert [source.name for source in sources] == ["one.txt", "two.py"]
+    assert [source.name for source in sources] == ["one.txt", "two.md"]
 
 
 def test_documents_of_rows_that_are_too_short_are_left_out(
