@@ -39,12 +39,12 @@ def measured(settings: Settings) -> dict[str, Any]:
         **origin(),
         "trainings": {name: _training(given) for name, given in trainings(settings).items()},
         "models": [_model(settings, model, original) for model in models(settings)],
-        "needles": [asdict(cell) for cell in cells(settings)],
+        "needles": [asdict(cell) for cell in _cells(settings)],
         "chains": measured_chains(settings),
     }
 
 
-def cells(settings: Settings) -> list[NeedleCell]:
+def _cells(settings: Settings) -> list[NeedleCell]:
     """Return the share of needles that each model finds, by length and depth."""
     contexts = needle_contexts(settings)
     return [

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dms_train.evaluation.analysis.charts import needle_chart
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
 from research.recipe.chains import chains_text
-from research.recipe.measured import cells, measured
+from research.recipe.figures import write_figures
+from research.recipe.measured import measured
 from research.recipe.steps import Settings, exports
 
 _VALIDATED = {"cr_factor": "cr_factor", "kl_nats_per_token": "KL", "top1_agreement": "top-1"}
@@ -36,7 +36,7 @@ def write_report(settings: Settings) -> Path:
     Parts that have not finished are left out; a model card is written when its validation has.
 
     Returns:
-        The report; `report.json` and the figure `needles.svg` are beside it.
+        The report; `report.json` and the figures are beside it.
     """
     numbers = measured(settings)
     table = models_table(numbers)
@@ -44,9 +44,7 @@ def write_report(settings: Settings) -> Path:
     for name, export in exports(settings).items():
         if "validation" in named[name]:
             add_evaluation(export, named[name]["validation"], table)
-    if numbers["needles"]:
-        figure = needle_chart("Needles found, percent", cells(settings))
-        (settings.root / "needles.svg").write_text(f"{figure}\n", encoding="utf-8")
+    write_figures(numbers, settings.root)
     (settings.root / "report.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     report = settings.root / "report.md"
     report.write_text(report_text(numbers), encoding="utf-8")
@@ -59,8 +57,10 @@ def report_text(numbers: Mapping[str, Any]) -> str:
     if any(model["policy"] != "auto" for model in numbers["models"]):
         parts.append(_POLICY_NOTE)
     parts += ["## Training", _trainings(numbers["trainings"])]
-    if numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
+    if points := numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
         parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
+        tasks = dict.fromkeys(point["task"] for point in points)
+        parts += [f"![{name}: accuracy against KV reads](chains_{name}.svg)" for name in tasks]
     if numbers["needles"]:
         parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -24,6 +24,7 @@ about quality.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from dms_train.evaluation.errors import EvaluationError
 from research.lab.arguments import count, duration, list_of
 from research.lab.run import UNFINISHED, run_steps
 from research.recipe.evaluations import steps
+from research.recipe.figures import write_figures
 from research.recipe.report import report_text, write_report
 from research.recipe.steps import RECIPES, Settings, check_policies, trainings
 
@@ -80,8 +82,10 @@ def _cache_bytes(jobs: int, device: str) -> int | None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.figures is not None and args.table is None:
+        raise EvaluationError("--figures: give --table too; a run writes its figures to its folder")
     if args.table is not None:
-        return show(args.table, report_text)
+        return _show(args.table, args.figures)
     if args.name is None:
         raise EvaluationError(f"NAME: choose from {', '.join(RECIPES)}")
     settings = _settings(args)
@@ -93,6 +97,14 @@ def _run(args: argparse.Namespace) -> int:
         print("the time is over; the same command continues", flush=True)
         return UNFINISHED
     return 0
+
+
+def _show(table: Path, folder: Path | None) -> int:
+    """Print a stored report, and draw its figures."""
+    code = show(table, report_text)
+    if folder is not None:
+        write_figures(json.loads(table.read_text(encoding="utf-8")), folder)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     code = "run the programs of HumanEval, which is left out otherwise"
     add("--allow-code", choices=("sandbox", "unisolated"), help=code)
     add("--table", type=Path, metavar="FILE", help="print the report of a report.json instead")
+    add("--figures", type=Path, metavar="FOLDER", help="draw its figures too")
     add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
     return parser
 

@@ -46,6 +46,7 @@ LAMBADA = ("lambada_openai@0", "lambada_openai@10")
 QWEN = {
     "original": "original",
     **{f"cr{ratio}": f"DMS at CR {ratio}" for ratio in (2, 3, 4, 6, 8)},
+    **{f"dmc_cr{ratio}": f"DMC at CR {ratio}" for ratio in (4, 8)},
     "control": "no eviction",
 }
 VARIANTS = {
@@ -85,6 +86,7 @@ PROMPTS = {
     "MATH-500": "math500_template",
     "HumanEval": "humaneval_template",
     "HumanEval without a system prompt": "humaneval_auto",
+    "HumanEval, textbooks": "humaneval_template_textbooks",
 }
 STORED = {"a live original": "base", "a stored original, 64 tokens": "stored-teacher"}
 FP8 = {"all products in bf16": "bf16-layers", "MLPs and output projections in FP8": "fp8"}
@@ -204,6 +206,10 @@ def _difference(found: Mapping[str, float]) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends)
 
 
+def _difference_of(task: Mapping[str, Any]) -> str:
+    return _difference(task["difference"]) if task["difference"] else ""
+
+
 def percent(found: Mapping[str, float]) -> str:
     return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * found[key] for key in ("value", "low", "high")))
 
@@ -253,14 +259,14 @@ def test_the_page_has_the_numbers_of_qwen(prefix: str) -> None:
         assert cells[8] == f"{needles['16384']['reads_per_token']:,.0f}"
 
 
+RATIOS = ["cr2", "cr4", "cr8"]
+CHAIN_TASKS = {"GSM8K": "gsm8k", "MATH-500": "math500", "HumanEval": "humaneval"}
 CHAINS = {
-    "": (["original", "cr4", "cr8"], {"GSM8K": "gsm8k", "HumanEval": "humaneval"}),
+    "": (["original", *RATIOS], CHAIN_TASKS),
     "bare, ": (["original", "cr4", "cr8"], {"GSM8K": "gsm8k", "HumanEval": "humaneval"}),
-    "window 16, ": (
-        ["original", "control", "cr2", "cr4", "cr8"],
-        {"GSM8K": "gsm8k", "MATH-500": "math500", "HumanEval": "humaneval"},
-    ),
+    "window 16, ": (["original", "control", *RATIOS], CHAIN_TASKS),
 }
+NOT_FINISHED = {"": {("math500", "cr2")}}
 
 
 @pytest.mark.parametrize("prefix", CHAINS)
@@ -268,28 +274,50 @@ def test_the_page_has_the_chains_of_qwen(prefix: str) -> None:
     rows, found = page_rows("docs/models.md"), _qwen(prefix)
     names, tasks = CHAINS[prefix]
     text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
-    points = {
-        (p["task"], p["model"], p["chains"], p["length"]): p for p in found["chains"]["points"]
-    }
-    assert {(task, name) for task, name, *_ in points} == set(product(tasks.values(), names))
+    points = _points(found)
+    known = {(task, name) for task, name, *_ in points}
+    assert known == set(product(tasks.values(), names)) - NOT_FINISHED.get(prefix, set())
     for title, task in tasks.items():
         for chains in (1, 4, 16):
-            row = [points[task, name, chains, 2] for name in names]
-            cells = [percent(point["accuracy"]) for point in row]
+            row = [points.get((task, name, chains, 2)) for name in names]
+            cells = [percent(point["accuracy"]) if point else "" for point in row]
             reads = [p for p, name in zip(row, names, strict=True) if name != "control"]
-            cells += [f"{point['kv_reads']:,.0f}" for point in reads]
+            cells += [f"{point['kv_reads']:,.0f}" if point else "" for point in reads]
             assert rows[f"{prefix}{title}, {chains}"] == cells
-        if "control" not in names:
-            solved = [f"{100 * point['chain_accuracy']:.1f}" for point in row]
-            ends = [f"{point['tokens']:.0f}" for point in row]
+        if prefix == "bare, ":
+            solved = [f"{100 * point['chain_accuracy']:.1f}" for point in row if point]
+            ends = [f"{point['tokens']:.0f}" for point in row if point]
             for numbers, unit in ((solved, "%"), (ends, "tokens")):
                 assert f"{numbers[0]}, {numbers[1]} and {numbers[2]} {unit}" in text
+    _check_margins(found, text)
+
+
+def _points(found: Mapping[str, Any]) -> dict[tuple[str, str, int, float], dict[str, Any]]:
+    return {(p["task"], p["model"], p["chains"], p["length"]): p for p in found["chains"]["points"]}
+
+
+def _check_margins(found: Mapping[str, Any], text: str) -> None:
     for margin in found["chains"]["margins"]:
         if margin["cost"] == "KV reads":
             low, high = margin["interval"]
             number = f"{margin['value']:+.1f} [{low:.1f}, {high:.1f}]"
             title = margin["task"].replace("MATH 500", "MATH-500")
             assert re.search(f"{re.escape(number)}( points more)? of {title}", text)
+
+
+@pytest.mark.parametrize("prefix", ["", "textbooks, "])
+def test_the_page_has_one_chain_of_qwen(prefix: str) -> None:
+    """Also those of the run whose plain text had no code."""
+    rows, found = page_rows("docs/models.md"), _qwen(prefix)
+    points, names = _points(found), ["original", *RATIOS]
+    solved_by = {task for task, *_ in points}
+    for title, task in CHAIN_TASKS.items():
+        if task in solved_by:
+            row = [points.get((task, name, 16, 2)) for name in names]
+            cells = [f"{100 * point['chain_accuracy']:.1f}" if point else "" for point in row]
+            cells += [f"{point['tokens']:.0f}" if point else "" for point in row]
+            assert rows[f"{prefix or 'one chain, '}{title}"] == cells
+    _check_margins(found, " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split()))
 
 
 @pytest.mark.parametrize("prefix", ["", "window 16, "])
@@ -303,13 +331,19 @@ def test_the_page_has_the_scores_of_qwen(prefix: str) -> None:
         else:
             assert title not in rows
         if finished and not prefix:
-            cells = [_score(model["tasks"][key]) for key in ("gsm8k@5", "gsm8k_cot")]
+            solved = [model["tasks"][key] for key in ("gsm8k@5", "gsm8k_cot")]
+            cells = [f(task) for task in solved for f in (_score, _difference_of)]
             assert rows[f"greedy, {QWEN[model['name']]}"] == cells
 
 
 def _qwen(prefix: str) -> dict[str, Any]:
     """Record of the recipe, or the one of the rows of the page that begin with a prefix."""
-    name = {"": "", "bare, ": "_questions", "window 16, ": "_window_16"}[prefix]
+    name = {
+        "": "",
+        "textbooks, ": "_textbooks",
+        "bare, ": "_questions",
+        "window 16, ": "_window_16",
+    }[prefix]
     return record(f"qwen25_coder_0_5b{name}.json")
 
 
@@ -385,16 +419,13 @@ def test_the_readme_has_the_numbers_of_qwen() -> None:
     reads = [f"{needles[name]['reads_per_token']:,.0f}" for name in ("cr8", "original")]
     assert f"finds {100 * needles['cr8']['value']:.0f} of 100 needles in 16,384 tokens" in text
     assert f"reads {reads[0]} tokens instead of {reads[1]}" in text
-    points = {
-        (p["task"], p["model"], p["chains"]): p
-        for p in found["chains"]["points"]
-        if p["length"] == 2
-    }
-    own, original = (points["gsm8k", name, 16] for name in ("cr8", "original"))
-    assert own["accuracy"]["value"] == original["accuracy"]["value"]
-    assert f"{100 * own['kv_reads'] / original['kv_reads']:.0f} % of the KV reads" in text
+    points = _points(found)
+    own, original = (points["math500", name, 16, 2] for name in ("cr4", "original"))
+    solved = [f"{100 * point['accuracy']['value']:.1f} %" for point in (own, original)]
+    reads = f"{100 * own['kv_reads'] / original['kv_reads']:.0f} % of its KV reads"
+    assert f"solve {solved[0]} of MATH-500, and the original {solved[1]}, with {reads}" in text
     for name, chains in (("cr8", 4), ("original", 1)):
-        point = points["humaneval", name, chains]
+        point = points["humaneval", name, chains, 2]
         assert f"{100 * point['accuracy']['value']:.0f} %" in text
         assert f"{point['kv_reads']:,.0f}" in text
 

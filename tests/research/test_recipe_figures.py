@@ -1,0 +1,90 @@
+"""Figures of a recipe's report are drawn from its numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from research.recipe import run as recipe
+from research.recipe.figures import figures
+
+ROOT = Path(__file__).parents[2]
+QWEN = ROOT / "research" / "results" / "nvidia_h200" / "qwen25_coder_0_5b.json"
+
+
+def point(model: str, accuracy: float, kv_reads: float, task: str = "math500") -> dict[str, Any]:
+    interval = {"value": accuracy, "low": 0.0, "high": 1.0}
+    costs = {"kv_reads": kv_reads, "peak_tokens": 7.0}
+    return {"task": task, "model": model, "length": 0.5, "chains": 8, "accuracy": interval, **costs}
+
+
+CELLS = [
+    {"label": "cr4", "length": 2048, "depth": 41, "accuracy": 0.625, "documents": 8},
+]
+NUMBERS = {
+    "needles": CELLS,
+    "chains": {
+        "points": [
+            point("original", 0.5, 4000.0),
+            point("cr4", 0.25, 1000.0),
+            point("control", 0.75, 4000.0),
+            point("dmc_cr4", 0.125, 1500.0),
+            point("cr6", 1.0, 500.0, "gsm8k"),
+        ]
+    },
+}
+
+
+def shown(figure: str) -> list[str]:
+    """Return what the points of a figure show on hover."""
+    return re.findall("<title>(.*?)</title>", figure)
+
+
+def test_points_of_the_original_and_of_dms_are_drawn() -> None:
+    drawn = figures(NUMBERS)
+    assert set(drawn) == {"needles.svg", "chains_math500.svg", "chains_gsm8k.svg"}
+    assert shown(drawn["chains_math500.svg"]) == [
+        "Vanilla 0.5-8-1: 50.0 %, 4,000.0 KV reads",
+        "DMS 0.5-8-4: 25.0 %, 1,000.0 KV reads",
+    ]
+    assert shown(drawn["chains_gsm8k.svg"]) == ["DMS 0.5-8-6: 100.0 %, 500.0 KV reads"]
+    assert "MATH 500: accuracy against KV reads" in drawn["chains_math500.svg"]
+    assert {"62", "41%", "2k", "cr4"} <= set(re.findall(">([^<>]+)</text>", drawn["needles.svg"]))
+
+
+def test_a_record_without_chains_has_no_figure_of_them() -> None:
+    assert set(figures({"needles": CELLS})) == {"needles.svg"}
+    assert figures({"needles": [], "chains": {"points": []}}) == {}
+
+
+def test_the_page_shows_the_record() -> None:
+    drawn = figures(json.loads(QWEN.read_text("utf-8")))
+    folder = ROOT / "docs" / "figures" / "qwen25_coder"
+    assert {path.name for path in folder.iterdir()} == set(drawn)
+    page = (ROOT / "docs" / "models.md").read_text("utf-8")
+    for name, figure in drawn.items():
+        stored = (folder / name).read_text("utf-8")
+        assert shown(stored) == shown(figure)
+        assert re.findall(">([^<>]+)</text>", stored) == re.findall(">([^<>]+)</text>", figure)
+        assert f"(figures/qwen25_coder/{name})" in page
+
+
+def test_the_figures_of_a_stored_report_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "made" / "figures"
+    assert recipe.main(["--table", str(QWEN), "--figures", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    names = {path.name for path in folder.iterdir()}
+    assert names == {f"chains_{n}.svg" for n in ("gsm8k", "math500", "humaneval")} | {"needles.svg"}
+    assert all(f"]({name})" in printed for name in names)
+
+
+def test_figures_need_a_stored_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipe.main(["toy", "--figures", str(tmp_path / "figures")]) == 2
+    assert "--figures: give --table too" in capsys.readouterr().err
+    assert not (tmp_path / "figures").exists()
