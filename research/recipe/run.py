@@ -120,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, help="directory of the model, in place of a download")
     add("--prompts", type=Path, help="file of prompts to answer, in place of instructions")
     add("--column", default="prompt", help="column of the prompts (%(default)s)")
-    add("--text", type=Path, nargs="+", default=(), help="text files to train on as well")
+    more = "text files to train on as well, in place of the code of a recipe"
+    add("--text", type=Path, nargs="+", default=(), help=more)
     add("--benchmarks", type=Path, help="folder of `dms-eval data`, in place of a download")
     add("--held-out", type=Path, help="text for the perplexity, such as WikiText-2's test set")
     add("--haystack", type=Path, help="text that hides needles, such as essays")

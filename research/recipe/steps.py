@@ -11,6 +11,7 @@ from dms_train.cli.config_source import ASSETS_DIR, compose
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.registry import check_policy, parse_options
 from research.lab.steps import Step
+from research.recipe.code import LICENCE, SOURCE
 
 ROOT = Path(__file__).parents[2]
 ORIGINAL = "original"
@@ -70,6 +71,7 @@ class Recipe:
         continuations: Answers to each prompt.
         new_tokens: Limit of an answer.
         sampled: Share of these answers in the training text, if there is other text.
+        code: Train on Python's standard library too, unless the user names other text.
         tasks: Tasks of the evaluation.
         published: Name of the model's published scores; None without.
         chains: Also sample several chains of reasoning.
@@ -85,6 +87,7 @@ class Recipe:
     continuations: int = 2
     new_tokens: int = 1800
     sampled: float = 0.5
+    code: bool = False
     tasks: tuple[Task, ...] = _TASKS
     published: str | None = None
     chains: bool = False
@@ -106,6 +109,7 @@ RECIPES = {
         source="qwen25-coder-0.5b-instruct",
         prompts=10_000,
         sampled=0.75,
+        code=True,
         tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
         chains=True,
         contexts=(1024, 4096, 8192, 16384),
@@ -148,7 +152,7 @@ class Settings:
         model: Directory of the original; None fetches it.
         prompts: File of prompts that the model answers; None writes instructions.
         column: Column of the prompts in that file.
-        text: Files of text to train on; may be empty.
+        text: Files of text to train on; may be empty, then the recipe may have code.
         device: Device of the commands.
         rows: Sequences in the cache at the same time.
         limit: Documents of each task.
@@ -317,7 +321,8 @@ def _fetched(settings: Settings) -> list[Step]:
 def _shards(settings: Settings) -> dict[str, float]:
     """Return the shards of the training data with their weights."""
     share = settings.recipe.sampled
-    return {"sampled": share, "text": 1 - share} if settings.text else {"sampled": 1.0}
+    further = settings.text or settings.recipe.code
+    return {"sampled": share, "text": 1 - share} if further else {"sampled": 1.0}
 
 
 def _data(settings: Settings) -> list[Step]:
@@ -338,14 +343,26 @@ def _data(settings: Settings) -> list[Step]:
     steps = [] if settings.prompts else [_written_prompts(settings)]
     needs = (*fetched, *(step.name for step in steps))
     steps.append(Step(name="sampled", words=lambda: answers, needs=needs))
-    if settings.text:
-        text = [
-            *(*_DATA, "tokenize", *map(str, settings.text), "--append-eod"),
-            *("--tokenizer", str(settings.original)),
-            *("--output", str(settings.root / "data" / "text")),
-        ]
-        steps.append(Step(name="text", words=lambda: text, needs=fetched))
-    return steps
+    return [*steps, *_text(settings, fetched)]
+
+
+def _text(settings: Settings, fetched: tuple[str, ...]) -> list[Step]:
+    """Return the steps that tokenize the user's text or, without any, the recipe's code."""
+    if not settings.text and not settings.recipe.code:
+        return []
+    files, steps, source = settings.text, list[Step](), list[str]()
+    if not files:
+        files = (settings.root / "data" / "code.jsonl",)
+        words = ["-m", "research", "recipe-code", str(files[0])]
+        steps.append(Step(name="code", words=lambda: words))
+        source = ["--source", SOURCE, "--license", LICENCE]
+    text = [
+        *(*_DATA, "tokenize", *map(str, files), *source, "--append-eod"),
+        *("--tokenizer", str(settings.original)),
+        *("--output", str(settings.root / "data" / "text")),
+    ]
+    needs = (*fetched, *(step.name for step in steps))
+    return [*steps, Step(name="text", words=lambda: text, needs=needs)]
 
 
 def _prompts(settings: Settings) -> Path:

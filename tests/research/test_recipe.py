@@ -256,6 +256,26 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
     assert evaluated[evaluated.index("--data") + 1] == "benchmarks"
 
 
+def test_a_coder_is_trained_on_code(tmp_path: Path) -> None:
+    """Unless the user names text; the other recipe has none."""
+    chosen = settings(tmp_path, "qwen25_coder_0_5b")
+    made = {step.name: step for step in steps(chosen)}
+    assert made["code"].words()[1:] == ["research", "recipe-code", f"{tmp_path}/data/code.jsonl"]
+    text = made["text"].words()
+    assert text[3:8] == [
+        *(f"{tmp_path}/data/code.jsonl", "--source", "Python's standard library"),
+        *("--license", "PSF-2.0"),
+    ]
+    assert set(made["text"].needs) == {"fetch", "code"}
+    data = compose(made["train"].words()[2:]).data
+    assert data.paths == (f"{tmp_path}/data/sampled", f"{tmp_path}/data/text")
+    assert data.weights == (0.75, 0.25)
+    own = {step.name: step for step in steps(replace(chosen, text=(Path("a.txt"),)))}
+    assert "code" not in own
+    assert own["text"].words()[3:5] == ["a.txt", "--append-eod"]
+    assert not {"code", "text"} & {step.name for step in steps(settings(tmp_path))}
+
+
 def test_the_trainings_are_those_of_the_first_trial(tmp_path: Path) -> None:
     """Batch, rates and steps are those of both models; the learning rate differs."""
     for name, rate in zip(REAL, (2e-4, 5e-5), strict=True):

@@ -1,0 +1,56 @@
+"""Python's standard library as text to train on."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from research.recipe import code
+
+LONG = '"""A module."""\n' + "value = 1\n" * 30
+
+
+def library(folder: Path) -> Path:
+    """Write a library below a folder whose own name would be left out inside it."""
+    root = folder / "tests" / "python3"
+    for name, text in {
+        "b.py": f"# b é\n{LONG}",
+        "a/z.py": f"# z\n{LONG}",
+        "a/__init__.py": "from a.z import value\n",
+        "a/test/test_z.py": LONG,
+        "encodings/ascii.py": LONG,
+        "site-packages/installed.py": LONG,
+        "notes.txt": LONG,
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def test_each_long_module_is_a_document(tmp_path: Path) -> None:
+    out = tmp_path / "made" / "code.jsonl"
+    assert code.main([str(out), "--folder", str(library(tmp_path))]) == 0
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert rows == [{"text": f"# z\n{LONG}"}, {"text": f"# b é\n{LONG}"}]
+
+
+def test_the_library_of_this_python_is_the_default(tmp_path: Path) -> None:
+    out = tmp_path / "code.jsonl"
+    assert code.main([str(out)]) == 0
+    texts = {json.loads(line)["text"] for line in out.read_text("utf-8").splitlines()}
+    own = Path(sysconfig.get_path("stdlib"))
+    for name in ("argparse.py", "json/decoder.py"):
+        assert (own / name).read_text("utf-8") in texts
+    assert not [text for text in texts if len(text) < 200]
+
+
+def test_a_folder_without_modules_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "code.jsonl"
+    assert code.main([str(out), "--folder", str(tmp_path / "none")]) == 2
+    assert "none: no modules of Python; name the folder" in capsys.readouterr().err
+    assert not out.exists()
