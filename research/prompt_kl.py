@@ -194,8 +194,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     args = parser.parse_intermixed_args(arguments)
     require_models_or_table(parser, args)
-    if args.table is not None and args.output is not None:
-        parser.error("--output: --table only prints a stored record; leave it out")
     if args.table is not None:
         return run_main(lambda: show(args.table, lambda record: table(record["models"])))
     return run_main(lambda: _run(args))

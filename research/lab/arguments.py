@@ -78,11 +78,17 @@ def named_models(text: str) -> dict[str, Path]:
 
 
 def require_models_or_table(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with one line unless there are models to measure, or a stored record to print."""
+    """End with one line unless there are models to measure, or only a stored record to show."""
     if (args.models is None) == (args.table is None):
         parser.error("give --models, or --table with a stored record")
-    if args.table is not None and args.overrides:
+    if args.table is None:
+        return
+    if args.overrides:
         parser.error("--table: a stored record takes no options of dms-eval; leave them out")
+    for name, value in vars(args).items():
+        if name not in ("table", "figure", "overrides") and value != parser.get_default(name):
+            option = "--" + name.replace("_", "-")
+            parser.error(f"{option}: --table only shows a stored record; leave it out")
 
 
 def check_overrides(words: Iterable[str], own: Iterable[str], reason: str) -> None:

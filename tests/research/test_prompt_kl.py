@@ -125,7 +125,7 @@ def test_models_or_a_record_are_needed(lab: Path, capsys) -> None:
         ([], "give --models, or --table"),
         ([*arguments(lab), *table], "give --models, or --table"),
         (["task.name=gsm8k", *table], "a stored record takes no options"),
-        ([*table, "--output", "x.json"], "--output: --table only prints a stored record"),
+        ([*table, "--output", "x.json"], "--output: --table only shows a stored record"),
     ):
         with pytest.raises(SystemExit):
             prompt_kl.main(words)

@@ -87,15 +87,19 @@ def test_points_are_drawn_where_they_were_measured() -> None:
 
 
 def test_models_or_a_record_are_needed(lab: Path, capsys) -> None:
-    for words in (
-        [],
-        [*arguments(lab), "--table", "wall_clock.json"],
-        [*overrides(lab), "--table", "wall_clock.json"],
+    table = ["--table", "wall_clock.json"]
+    for words, line in (
+        ([], "give --models, or --table"),
+        ([*arguments(lab), *table], "give --models, or --table"),
+        ([*overrides(lab), *table], "a stored record takes no options"),
+        (["--repeats", "2", *table], "--repeats: --table only shows a stored record"),
+        (["--budgets", "2-1", *table], "--budgets: --table only shows a stored record"),
+        (["--output", "new.json", *table], "--output: --table only shows a stored record"),
     ):
         with pytest.raises(SystemExit) as ended:
             wall_clock.main(words)
         assert ended.value.code == 2
-        assert "--table" in capsys.readouterr().err
+        assert line in capsys.readouterr().err
 
 
 def answered(*chains: tuple[str, str]) -> SimpleNamespace:
