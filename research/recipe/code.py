@@ -2,22 +2,23 @@
 
     python -m research recipe-code code.jsonl [--folder /usr/lib/python3.13]
 
-writes a document for each of its modules, without tests and tables of encodings. The library of the
-running Python is the default. Its licence is PSF-2.0.
+writes a document for each of its modules, without tests, IDLE, encodings and installed packages.
+The library of the running Python is the default. Its licence is PSF-2.0.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sysconfig
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.errors import EvaluationError
 
-SOURCE, LICENCE = "Python's standard library", "PSF-2.0"
-_SHORTEST = 200  # characters of a document: shorter modules only import others
+SOURCE, LICENCE = f"Python {platform.python_version()}'s standard library", "PSF-2.0"
+_SHORTEST = 200  # characters of a document: most shorter modules only mark a package
 _SKIPPED = frozenset(
     ("test", "tests", "idlelib", "encodings", "ensurepip", "site-packages", "dist-packages")
 )
@@ -30,19 +31,25 @@ def modules(library: Path) -> list[str]:
         library: Its folder.
 
     Raises:
-        EvaluationError: The folder has no modules.
+        EvaluationError: The folder has no modules, or one is not UTF-8.
     """
-    found = []
-    for path in sorted(library.rglob("*.py")):
-        if _SKIPPED.isdisjoint(path.relative_to(library).parts):
-            text = path.read_text(encoding="utf-8")
-            if len(text) >= _SHORTEST:
-                found.append(text)
-    if not found:
+    paths = sorted(library.rglob("*.py"))
+    kept = [path for path in paths if _SKIPPED.isdisjoint(path.relative_to(library).parts)]
+    texts = [text for path in kept if len(text := _text(path)) >= _SHORTEST]
+    if not texts:
         raise EvaluationError(
             f"{library}: no modules of Python; name the folder of its standard library (--folder)"
         )
-    return found
+    return texts
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise EvaluationError(
+            f"{path}: not UTF-8; name the folder of a standard library (--folder)"
+        ) from None
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.tasks.registry import task
 from research.recipe.steps import ORIGINAL
 
-_DMS, _RATIO = "DMS", "cr"  # names of exports are `cr2` and the like
+_DMS = "DMS"
+_EXPORT = re.compile(r"cr(\d+(?:\.\d+)?)")  # the name of an export of DMS
 
 
 def figures(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -25,37 +27,40 @@ def figures(numbers: Mapping[str, Any]) -> dict[str, str]:
     Args:
         numbers: Those of `report.json`.
     """
-    found = {}
-    for name, points in _tasks(numbers).items():
+    drawn = {}
+    for name, marks in chain_tasks(numbers).items():
         title = f"{task(name).title}: accuracy against KV reads"
-        found[f"chains_{name}.svg"] = scaling_chart(
-            title, [_mark(point) for point in points], READS, (VANILLA, _DMS), links=False
-        )
+        drawn[f"chains_{name}.svg"] = scaling_chart(title, marks, READS, (VANILLA, _DMS))
     if numbers["needles"]:
         cells = [NeedleCell(**cell) for cell in numbers["needles"]]
-        found["needles.svg"] = needle_chart("Needles found, percent", cells)
-    return found
+        drawn["needles.svg"] = needle_chart("Needles found, percent", cells)
+    return drawn
 
 
-def write_figures(numbers: Mapping[str, Any], folder: Path) -> None:
-    """Write all figures into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures(numbers).items():
+def write_figures(numbers: Mapping[str, Any], folder: Path) -> bool:
+    """Write all figures into a folder; return whether there are any."""
+    drawn = figures(numbers)
+    if drawn:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in drawn.items():
         (folder / name).write_text(f"{figure}\n", encoding="utf-8")
+    return bool(drawn)
 
 
-def _tasks(numbers: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the points of the original and the exports of DMS by their task."""
-    grouped: dict[str, list[Mapping[str, Any]]] = {}
+def chain_tasks(numbers: Mapping[str, Any]) -> dict[str, list[Mark]]:
+    """Return the points of the original and the exports of DMS, by their task."""
+    grouped: dict[str, list[Mark]] = {}
     for point in numbers.get("chains", {}).get("points", ()):  # records before 2026-11-27 have none
-        if point["model"] == ORIGINAL or point["model"].startswith(_RATIO):
-            grouped.setdefault(point["task"], []).append(point)
+        if (mark := _mark(point)) is not None:
+            grouped.setdefault(point["task"], []).append(mark)
     return grouped
 
 
-def _mark(point: Mapping[str, Any]) -> Mark:
-    evicts = point["model"] != ORIGINAL
-    ratio = float(point["model"].removeprefix(_RATIO)) if evicts else 1.0
+def _mark(point: Mapping[str, Any]) -> Mark | None:
+    """Return the point of a figure; None for a control, and for other methods."""
+    export = _EXPORT.fullmatch(point["model"])
+    if export is None and point["model"] != ORIGINAL:
+        return None
+    method, ratio = (_DMS, float(export[1])) if export else (VANILLA, 1.0)
     budget = Budget(point["length"], point["chains"], ratio)
-    cost, accuracy = point[READS.name], point["accuracy"]["value"]
-    return Mark(_DMS if evicts else VANILLA, budget, cost, accuracy, run="")
+    return Mark(method, budget, point[READS.name], point["accuracy"]["value"], run="")

@@ -10,7 +10,7 @@ from typing import Any
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
 from research.recipe.chains import chains_text
-from research.recipe.figures import write_figures
+from research.recipe.figures import chain_tasks, write_figures
 from research.recipe.measured import measured
 from research.recipe.steps import Settings, exports
 
@@ -57,10 +57,10 @@ def report_text(numbers: Mapping[str, Any]) -> str:
     if any(model["policy"] != "auto" for model in numbers["models"]):
         parts.append(_POLICY_NOTE)
     parts += ["## Training", _trainings(numbers["trainings"])]
-    if points := numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
+    if numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
         parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
-        tasks = dict.fromkeys(point["task"] for point in points)
-        parts += [f"![{name}: accuracy against KV reads](chains_{name}.svg)" for name in tasks]
+        named = chain_tasks(numbers)
+        parts += [f"![{name}: accuracy against KV reads](chains_{name}.svg)" for name in named]
     if numbers["needles"]:
         parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
     return "\n\n".join(part.strip() for part in parts) + "\n"

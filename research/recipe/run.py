@@ -24,8 +24,9 @@ about quality.
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,10 +102,16 @@ def _run(args: argparse.Namespace) -> int:
 
 def _show(table: Path, folder: Path | None) -> int:
     """Print a stored report, and draw its figures."""
-    code = show(table, report_text)
-    if folder is not None:
-        write_figures(json.loads(table.read_text(encoding="utf-8")), folder)
-    return code
+
+    def text(numbers: Mapping[str, Any]) -> str:
+        shown = report_text(numbers)
+        if folder is not None and not write_figures(numbers, folder):
+            raise EvaluationError(f"{table}: no needles and no chains to draw; leave out --figures")
+        return shown
+
+    if folder is not None and folder.is_file():
+        raise EvaluationError(f"--figures {folder}: a file; name a folder")
+    return show(table, text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, help="directory of the model, in place of a download")
     add("--prompts", type=Path, help="file of prompts to answer, in place of instructions")
     add("--column", default="prompt", help="column of the prompts (%(default)s)")
-    more = "text files to train on as well, in place of the code of a recipe"
+    more = "further text files to train on; they replace the recipe's code"
     add("--text", type=Path, nargs="+", default=(), help=more)
     add("--benchmarks", type=Path, help="folder of `dms-eval data`, in place of a download")
     add("--held-out", type=Path, help="text for the perplexity, such as WikiText-2's test set")
@@ -138,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     code = "run the programs of HumanEval, which is left out otherwise"
     add("--allow-code", choices=("sandbox", "unisolated"), help=code)
     add("--table", type=Path, metavar="FILE", help="print the report of a report.json instead")
-    add("--figures", type=Path, metavar="FOLDER", help="draw its figures too")
+    add("--figures", type=Path, metavar="FOLDER", help="draw the record of --table there")
     add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
     return parser
 

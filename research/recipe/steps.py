@@ -152,7 +152,7 @@ class Settings:
         model: Directory of the original; None fetches it.
         prompts: File of prompts that the model answers; None writes instructions.
         column: Column of the prompts in that file.
-        text: Files of text to train on; may be empty, then the recipe may have code.
+        text: Files of text to train on; if empty, the recipe's code is used, if it has any.
         device: Device of the commands.
         rows: Sequences in the cache at the same time.
         limit: Documents of each task.

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from dms_train.evaluation.analysis.comparison import line
+from dms_train.evaluation.analysis.pareto import margin
 from research import prompt_kl
+from research.recipe.figures import chain_tasks
 from research.recipe.report import report_text
 from research.recipe.sweep import table
 
@@ -87,6 +90,7 @@ PROMPTS = {
     "HumanEval": "humaneval_template",
     "HumanEval without a system prompt": "humaneval_auto",
     "HumanEval, textbooks": "humaneval_template_textbooks",
+    "GSM8K without a system prompt, textbooks": "gsm8k_auto_textbooks",
 }
 STORED = {"a live original": "base", "a stored original, 64 tokens": "stored-teacher"}
 FP8 = {"all products in bf16": "bf16-layers", "MLPs and output projections in FP8": "fp8"}
@@ -266,6 +270,7 @@ CHAINS = {
     "bare, ": (["original", "cr4", "cr8"], {"GSM8K": "gsm8k", "HumanEval": "humaneval"}),
     "window 16, ": (["original", "control", *RATIOS], CHAIN_TASKS),
 }
+TWO = ("humaneval", "gsm8k")
 NOT_FINISHED = {"": {("math500", "cr2")}}
 
 
@@ -297,11 +302,11 @@ def _points(found: Mapping[str, Any]) -> dict[tuple[str, str, int, float], dict[
 
 
 def _check_margins(found: Mapping[str, Any], text: str) -> None:
-    for margin in found["chains"]["margins"]:
-        if margin["cost"] == "KV reads":
-            low, high = margin["interval"]
-            number = f"{margin['value']:+.1f} [{low:.1f}, {high:.1f}]"
-            title = margin["task"].replace("MATH 500", "MATH-500")
+    for each in found["chains"]["margins"]:
+        if each["cost"] == "KV reads":
+            low, high = each["interval"]
+            number = f"{each['value']:+.1f} [{low:.1f}, {high:.1f}]"
+            title = each["task"].replace("MATH 500", "MATH-500")
             assert re.search(f"{re.escape(number)}( points more)? of {title}", text)
 
 
@@ -318,6 +323,58 @@ def test_the_page_has_one_chain_of_qwen(prefix: str) -> None:
             cells += [f"{point['tokens']:.0f}" if point else "" for point in row]
             assert rows[f"{prefix or 'one chain, '}{title}"] == cells
     _check_margins(found, " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split()))
+
+
+def test_the_page_states_what_chains_of_qwen_lose() -> None:
+    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    points, before = _points(_qwen("")), _points(_qwen("textbooks, "))
+
+    def lost(task: str, found: Mapping[Any, Any]) -> str:
+        ratios = [found[task, name, 16, 2]["chain_accuracy"] for name in ("cr4", "cr8")]
+        whole = found[task, "original", 16, 2]["chain_accuracy"]
+        return " and ".join(f"{100 * (whole - share):.1f}" for share in ratios)
+
+    def gained(task: str, names: tuple[str, ...]) -> list[float]:
+        return [
+            points[task, name, chains, 2]["accuracy"]["value"]
+            - points[task, "original", chains, 2]["accuracy"]["value"]
+            for name in names
+            for chains in (1, 4, 16)
+        ]
+
+    def ends(values: list[float]) -> str:
+        found = sorted(abs(100 * value) for value in values)
+        return f"{found[0]:.1f} to {found[-1]:.1f}"
+
+    reads = [
+        points["math500", "cr4", n, 2]["kv_reads"] / points["math500", "original", n, 2]["kv_reads"]
+        for n in (1, 4, 16)
+    ]
+    assert min(gained("math500", ("cr4",))) > 0 >= max(gained("math500", ("cr8",)))
+    assert max(gained("gsm8k", ("cr4", "cr8"))) < 0 > max(gained("humaneval", ("cr4", "cr8")))
+    for sentence in (
+        f"CR 4 solves {ends(gained('math500', ('cr4',)))} points more of MATH-500",
+        f"with {100 * min(reads):.0f} to {100 * max(reads):.0f} % of its KV reads",
+        f"and CR 8 {ends(gained('math500', ('cr8',)))} fewer",
+        f"{ends(gained('gsm8k', ('cr4', 'cr8')))} points fewer of GSM8K",
+        f"{ends(gained('humaneval', ('cr4', 'cr8')))} fewer of HumanEval",
+        f"one chain loses {lost('gsm8k', points)} points of GSM8K at CR 4 and CR 8",
+        f"and {lost('humaneval', points)} of HumanEval",
+        f"With textbooks one chain lost {lost('humaneval', before)} points of HumanEval",
+        f"Of GSM8K one chain lost {lost('gsm8k', before)} points with textbooks",
+    ):
+        assert sentence in text
+
+
+def test_the_page_has_the_margins_of_qwen_without_cr_2() -> None:
+    """As the run with textbooks, which has none."""
+    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    numbers = _qwen("")
+    points = [point for point in numbers["chains"]["points"] if point["model"] != "cr2"]
+    grouped = chain_tasks({"chains": {"points": points}})
+    margins = [margin(*(line(grouped[t], m) for m in ("DMS", "Vanilla"))) for t in TWO]
+    shown = " and ".join(f"{value:+.1f}" for value in margins if value is not None)
+    assert f"without it they are {shown} now" in text
 
 
 @pytest.mark.parametrize("prefix", ["", "window 16, "])
@@ -420,10 +477,14 @@ def test_the_readme_has_the_numbers_of_qwen() -> None:
     assert f"finds {100 * needles['cr8']['value']:.0f} of 100 needles in 16,384 tokens" in text
     assert f"reads {reads[0]} tokens instead of {reads[1]}" in text
     points = _points(found)
-    own, original = (points["math500", name, 16, 2] for name in ("cr4", "original"))
-    solved = [f"{100 * point['accuracy']['value']:.1f} %" for point in (own, original)]
-    reads = f"{100 * own['kv_reads'] / original['kv_reads']:.0f} % of its KV reads"
-    assert f"solve {solved[0]} of MATH-500, and the original {solved[1]}, with {reads}" in text
+    solved, reads = [], []
+    for name in ("math500", "gsm8k"):
+        own, original = (points[name, model, 16, 2] for model in ("cr4", "original"))
+        solved.append([f"{100 * point['accuracy']['value']:.1f} %" for point in (own, original)])
+        reads.append(f"{100 * own['kv_reads'] / original['kv_reads']:.0f} %")
+    (math, first), (school, second) = solved
+    assert f"CR 4 solve {math} of MATH-500 and {school} of GSM8K, with {reads[0]} and" in text
+    assert f"{reads[1]} of the KV reads of the original, which solves {first} and {second}." in text
     for name, chains in (("cr8", 4), ("original", 1)):
         point = points["humaneval", name, chains, 2]
         assert f"{100 * point['accuracy']['value']:.0f} %" in text

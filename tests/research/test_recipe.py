@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -263,8 +264,8 @@ def test_a_coder_is_trained_on_code(tmp_path: Path) -> None:
     assert made["code"].words()[1:] == ["research", "recipe-code", f"{tmp_path}/data/code.jsonl"]
     text = made["text"].words()
     assert text[3:8] == [
-        *(f"{tmp_path}/data/code.jsonl", "--source", "Python's standard library"),
-        *("--license", "PSF-2.0"),
+        *(f"{tmp_path}/data/code.jsonl", "--source"),
+        *(f"Python {platform.python_version()}'s standard library", "--license", "PSF-2.0"),
     ]
     assert set(made["text"].needs) == {"fetch", "code"}
     data = compose(made["train"].words()[2:]).data

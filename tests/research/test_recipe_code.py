@@ -10,6 +10,7 @@ import pytest
 
 from research.recipe import code
 
+SKIPPED = ("test", "tests", "idlelib", "encodings", "ensurepip", "site-packages", "dist-packages")
 LONG = '"""A module."""\n' + "value = 1\n" * 30
 
 
@@ -20,9 +21,9 @@ def library(folder: Path) -> Path:
         "b.py": f"# b é\n{LONG}",
         "a/z.py": f"# z\n{LONG}",
         "a/__init__.py": "from a.z import value\n",
-        "a/test/test_z.py": LONG,
-        "encodings/ascii.py": LONG,
-        "site-packages/installed.py": LONG,
+        "c.py": "#" * 199,
+        "d.py": "#" * 200,
+        **{f"a/{name}/module.py": LONG for name in SKIPPED},
         "notes.txt": LONG,
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +35,7 @@ def test_each_long_module_is_a_document(tmp_path: Path) -> None:
     out = tmp_path / "made" / "code.jsonl"
     assert code.main([str(out), "--folder", str(library(tmp_path))]) == 0
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert rows == [{"text": f"# z\n{LONG}"}, {"text": f"# b é\n{LONG}"}]
+    assert rows == [{"text": text} for text in (f"# z\n{LONG}", f"# b é\n{LONG}", "#" * 200)]
 
 
 def test_the_library_of_this_python_is_the_default(tmp_path: Path) -> None:
@@ -54,3 +55,11 @@ def test_a_folder_without_modules_is_refused(
     assert code.main([str(out), "--folder", str(tmp_path / "none")]) == 2
     assert "none: no modules of Python; name the folder" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_module_in_another_encoding_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin.py").write_bytes(b"# \xe9" + b"#" * 300)
+    assert code.main([str(tmp_path / "code.jsonl"), "--folder", str(tmp_path)]) == 2
+    assert "latin.py: not UTF-8; name the folder" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from research.recipe import run as recipe
 from research.recipe.figures import figures
+from research.recipe.report import report_text
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "research" / "results" / "nvidia_h200" / "qwen25_coder_0_5b.json"
@@ -33,6 +34,7 @@ NUMBERS = {
             point("cr4", 0.25, 1000.0),
             point("control", 0.75, 4000.0),
             point("dmc_cr4", 0.125, 1500.0),
+            point("control", 0.75, 4000.0, "humaneval"),
             point("cr6", 1.0, 500.0, "gsm8k"),
         ]
     },
@@ -82,6 +84,40 @@ def test_the_figures_of_a_stored_report_are_drawn(
     names = {path.name for path in folder.iterdir()}
     assert names == {f"chains_{n}.svg" for n in ("gsm8k", "math500", "humaneval")} | {"needles.svg"}
     assert all(f"]({name})" in printed for name in names)
+
+
+def test_a_report_links_to_the_figures_that_are_drawn() -> None:
+    """No export of a task has finished, only its control."""
+    numbers = json.loads(QWEN.read_text("utf-8"))
+    numbers["chains"]["points"].append(point("control", 0.75, 4000.0, "countdown"))
+    links = re.findall(r"\]\((.*?\.svg)\)", report_text(numbers))
+    assert sorted(links) == sorted(figures(numbers))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"needles": [], "chains": {}}, "no needles and no chains to draw; leave out --figures"),
+        ({"needles": [{"label": "cr4"}]}, "not a record of this command"),
+        ({"needles": 5}, "not a record of this command"),
+    ],
+)
+def test_a_record_that_cannot_be_drawn_is_refused(
+    changes: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "report.json"
+    record.write_text(json.dumps(json.loads(QWEN.read_text("utf-8")) | changes))
+    assert recipe.main(["--table", str(record), "--figures", str(tmp_path / "figures")]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert line in error
+    assert not (tmp_path / "figures").exists()
+
+
+def test_figures_need_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert recipe.main(["--table", str(QWEN), "--figures", str(tmp_path / "file")]) == 2
+    assert "file: a file; name a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_figures_need_a_stored_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
