@@ -36,7 +36,7 @@ COMMANDS = {
     "lab-differences": Command("research.lab.differences", "compare retrofits with their teacher"),
     "lab-ratios": Command("research.lab.ratios", "compare methods at equal compression ratios"),
     "recipe": Command("research.recipe.run", "retrofit a real model, from download to report"),
-    "recipe-code": Command("research.recipe.code", "write Python's standard library as text"),
+    "recipe-code": Command("research.recipe.library", "write Python's standard library as text"),
     "recipe-needles": Command("research.recipe.needles", "hide needles in prompts of each length"),
     "recipe-prompts": Command("research.recipe.prompts", "write instructions for a model"),
     "recipe-sweep": Command("research.recipe.sweep", "compare settings of a retrofit"),

@@ -11,7 +11,7 @@ from dms_train.cli.config_source import ASSETS_DIR, compose
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.registry import check_policy, parse_options
 from research.lab.steps import Step
-from research.recipe.code import LICENCE, SOURCE
+from research.recipe.library import LICENCE, SOURCE
 
 ROOT = Path(__file__).parents[2]
 ORIGINAL = "original"

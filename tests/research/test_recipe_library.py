@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from research.recipe import code
+from research.recipe import library
 
 SKIPPED = ("test", "tests", "idlelib", "encodings", "ensurepip", "site-packages", "dist-packages")
 LONG = '"""A module."""\n' + "value = 1\n" * 30
 
 
-def library(folder: Path) -> Path:
+def written(folder: Path) -> Path:
     """Write a library below a folder whose own name would be left out inside it."""
     root = folder / "tests" / "python3"
     for name, text in {
@@ -33,14 +33,14 @@ def library(folder: Path) -> Path:
 
 def test_each_long_module_is_a_document(tmp_path: Path) -> None:
     out = tmp_path / "made" / "code.jsonl"
-    assert code.main([str(out), "--folder", str(library(tmp_path))]) == 0
+    assert library.main([str(out), "--folder", str(written(tmp_path))]) == 0
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert rows == [{"text": text} for text in (f"# z\n{LONG}", f"# b é\n{LONG}", "#" * 200)]
 
 
 def test_the_library_of_this_python_is_the_default(tmp_path: Path) -> None:
     out = tmp_path / "code.jsonl"
-    assert code.main([str(out)]) == 0
+    assert library.main([str(out)]) == 0
     texts = {json.loads(line)["text"] for line in out.read_text("utf-8").splitlines()}
     own = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse.py", "json/decoder.py"):
@@ -52,7 +52,7 @@ def test_a_folder_without_modules_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "code.jsonl"
-    assert code.main([str(out), "--folder", str(tmp_path / "none")]) == 2
+    assert library.main([str(out), "--folder", str(tmp_path / "none")]) == 2
     assert "none: no modules of Python; name the folder" in capsys.readouterr().err
     assert not out.exists()
 
@@ -61,5 +61,5 @@ def test_a_module_in_another_encoding_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "latin.py").write_bytes(b"# \xe9" + b"#" * 300)
-    assert code.main([str(tmp_path / "code.jsonl"), "--folder", str(tmp_path)]) == 2
+    assert library.main([str(tmp_path / "code.jsonl"), "--folder", str(tmp_path)]) == 2
     assert "latin.py: not UTF-8; name the folder" in capsys.readouterr().err
