@@ -3,6 +3,21 @@
 from benchmarks.records import Table
 
 _MEASURED = ("dms_train/method", "dms_train/training", "dms_train/inference/policies")
+_PAGES = {
+    "docs/models.md": (
+        "nvidia_h200/smollm2_135m.json",
+        "*/qwen25_coder_0_5b.json",
+        "*/qwen25_coder_0_5b_p*.json",  # policies, perplexity and prompts
+        "*/qwen25_coder_0_5b_textbooks.json",
+    ),
+    "docs/models/settings.md": ("*/smollm2_sweep*.json",),
+    "docs/models/earlier_runs.md": (
+        "nvidia_h100*/smollm2_135m.json",
+        "*/smollm2_135m_*.json",
+        "*/qwen25_coder_0_5b_questions.json",
+        "*/qwen25_coder_0_5b_window_16.json",
+    ),
+}
 TABLES = tuple(
-    Table(f"*/{name}_*.json", "docs/models.md", _MEASURED) for name in ("smollm2", "qwen25_coder")
+    Table(pattern, page, _MEASURED) for page, patterns in _PAGES.items() for pattern in patterns
 )

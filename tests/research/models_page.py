@@ -11,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "research" / "results"
 H100, H200 = "nvidia_h100_80gb_hbm3", "nvidia_h200"
+PAGE = "docs/models.md"
+SETTINGS, EARLIER = "docs/models/settings.md", "docs/models/earlier_runs.md"
 POLICIES = {
     "Quest": "quest",
     "R-KV": "r_kv",
@@ -35,6 +37,11 @@ def page_rows(page: str) -> dict[str, list[str]]:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
     return {row[0].partition(":")[0]: row[1:] for row in cells}
+
+
+def page_text(page: str) -> str:
+    """Return the words of a page, with one space between two."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
 def interval(found: Mapping[str, float]) -> str:

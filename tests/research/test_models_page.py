@@ -8,19 +8,25 @@ from typing import Any
 
 import pytest
 
+from research.recipe import TABLES
 from research.recipe.report import report_text
+from research.recipe.steps import RECIPES
 from research.recipe.sweep import table
 from tests.research.models_page import (
     CHOICES,
+    EARLIER,
     H100,
     H200,
     LAMBADA,
+    PAGE,
     POLICIES,
-    ROOT,
+    RESULTS,
+    SETTINGS,
     check_scores,
     difference,
     interval,
     page_rows,
+    page_text,
     record,
     score,
 )
@@ -52,6 +58,14 @@ GATES = {
     "TRIM-KV, a budget at CR 4": "trim-kv",
     "KVzap, threshold exp(-5)": "kvzap",
     **{f"KVzap, threshold exp(-{offset})": f"kvzap-offset-{offset}" for offset in (4.5, 4, 3.5)},
+}
+ZEROING = {
+    "no change": "base",
+    "learning rate 1e-5": "lr-1e-5",
+    "eviction channels alone (`channel`), learning rate 1e-3": "train-channel",
+    "samples of 4,096 tokens, half as many": "samples-of-4k-tokens",
+    "10 zeroing steps, not 60": "zeroing-in-10-steps",
+    "240 zeroing steps": "zeroing-in-240-steps",
 }
 WINDOW_64 = {
     "window 64, learning rate 2e-4": "base",
@@ -89,7 +103,7 @@ def models() -> dict[str, dict[str, Any]]:
 
 
 def test_the_page_has_the_numbers_of_the_record() -> None:
-    rows, known = page_rows("docs/models.md"), models()
+    rows, known = page_rows(EARLIER) | page_rows(PAGE), models()
     for title, name in MODELS.items():
         model, cells = known[name], rows[title]
         perplexity, validation = model.get("perplexity"), model.get("validation")
@@ -105,14 +119,14 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
 
 
 def test_the_page_has_the_scores_of_the_record() -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(PAGE)
     for model in record("smollm2_135m.json")["models"]:
         title = "tasks, " + model["name"].replace("cr", "CR ")
         check_scores(rows[title], model)
 
 
 def test_the_page_has_three_runs() -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(EARLIER)
     runs = [record(f"smollm2_135m{name}.json")["models"] for name in ("", "_second", "_first")]
     for same in zip(*(models[1:] for models in runs), strict=True):
         (name,) = {model["name"] for model in same}
@@ -125,7 +139,7 @@ def test_the_page_has_three_runs() -> None:
             needles = model["needles"].get("4096")
             cells.append(f"{needles['value']:.2f}" if needles else "")
         assert rows[name.replace("cr", "runs, CR ")] == cells
-    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    text = page_text(EARLIER)
     for model in runs[1]:
         if model["name"] in ("cr4", "cr8"):
             for key in CHOICES[:2]:
@@ -133,7 +147,7 @@ def test_the_page_has_three_runs() -> None:
 
 
 def test_the_page_has_the_scores_with_window_16() -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(EARLIER)
     known = {m["name"]: m for m in record("smollm2_135m_window_16.json")["models"]}
     titles = {title: name for title, name in MODELS.items() if not title.startswith("window")}
     for title, name in titles.items():
@@ -168,7 +182,7 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
 
 
 def test_the_variants_have_the_numbers_of_the_sweep() -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(SETTINGS)
     for title, (device, name) in VARIANTS.items():
         found = record("smollm2_sweep.json", device)["rows"]
         (row,) = (row for row in found if row["variant"] == name)
@@ -184,7 +198,7 @@ def test_the_variants_have_the_numbers_of_the_sweep() -> None:
 
 def test_gates_and_windows_are_those_of_the_record() -> None:
     found = {row["variant"]: row for row in record("smollm2_sweep_gates.json")["rows"]}
-    rows = page_rows("docs/models.md")
+    rows = page_rows(SETTINGS)
     assert set(found) == set(GATES.values())
     for title, name in GATES.items():
         row, cells = found[name], rows[title]
@@ -195,16 +209,36 @@ def test_gates_and_windows_are_those_of_the_record() -> None:
         assert cells[3:] == _found(row)
 
 
-def test_short_runs_with_window_64_are_those_of_the_record() -> None:
-    found = {row["variant"]: row for row in record("smollm2_sweep_window_64.json")["rows"]}
-    rows = page_rows("docs/models.md")
-    assert set(found) == set(WINDOW_64.values())
-    for title, name in WINDOW_64.items():
-        row = found[name]
+@pytest.mark.parametrize(("name", "titles"), [("window_64", WINDOW_64), ("zeroing", ZEROING)])
+def test_short_runs_with_window_64_are_those_of_the_record(
+    name: str, titles: dict[str, str]
+) -> None:
+    found = {row["variant"]: row for row in record(f"smollm2_sweep_{name}.json")["rows"]}
+    rows = page_rows(SETTINGS)
+    assert set(found) == set(titles.values())
+    for title, variant in titles.items():
+        row = found[variant]
         cells = [f"{row['tokens'] / 1e6:.1f}", f"{row['kl']:.4f}"]
         cells.append(_ratio(row))
         cells += [f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")]
         assert rows[title] == [*cells, *_found(row)]
+
+
+def test_the_page_states_what_zeroing_and_the_channel_alone_change() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_zeroing.json")["rows"]}
+    alone, base = found["train-channel"], found["base"]
+    zeroed = [base, found["zeroing-in-10-steps"], found["zeroing-in-240-steps"]]
+    perplexities = [row["continuation"]["perplexity"] for row in zeroed]
+    more = alone["continuation"]["perplexity"] - base["continuation"]["perplexity"]
+    missed = 100 * (base["needles_4096"][0] - alone["needles_4096"][0])
+    for sentence in (
+        f"they differ by {max(perplexities) - min(perplexities):.2f} in perplexity",
+        f"the ratio reaches {alone['continuation']['cr_factor']:.1f}",
+        f"continuations is {more:.2f} higher",
+        f"{missed:.0f} more of 100 needles are missed in 4,096 tokens",
+        f"the ratio stays at {found['lr-1e-5']['continuation']['cr_factor']:.1f}",
+    ):
+        assert sentence in page_text(SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +246,7 @@ def test_short_runs_with_window_64_are_those_of_the_record() -> None:
 )
 def test_other_short_runs_are_those_of_the_record(name: str, titles: dict[str, str]) -> None:
     found = {row["variant"]: row for row in record(f"smollm2_sweep_{name}.json")["rows"]}
-    rows = page_rows("docs/models.md")
+    rows = page_rows(SETTINGS)
     assert set(found) - {"original"} == set(titles.values())
     for title, name in titles.items():
         row = found[name]
@@ -229,6 +263,13 @@ def _found(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of the needles in 2,048 and 4,096 tokens."""
     keys = ("needles_2048", "needles_4096")
     return ["{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "" for key in keys]
+
+
+def test_every_record_of_the_recipes_has_one_page() -> None:
+    found = {path for name in RECIPES for path in RESULTS.glob(f"*/{name.partition('_')[0]}*.json")}
+    shown = [path for table in TABLES for path in RESULTS.glob(table.records)]
+    assert len(found) > 20
+    assert sorted(shown) == sorted(found)
 
 
 def test_the_records_print() -> None:

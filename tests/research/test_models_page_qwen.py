@@ -15,12 +15,14 @@ from research import prompt_kl
 from research.recipe.figures import chain_tasks
 from research.recipe.report import report_text
 from tests.research.models_page import (
+    EARLIER,
+    PAGE,
     POLICIES,
-    ROOT,
     check_scores,
     difference,
     interval,
     page_rows,
+    page_text,
     percent,
     record,
     score,
@@ -44,7 +46,7 @@ PROMPTS = {
 
 
 def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(PAGE)
     of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
     found = {m["name"]: m for m in record("qwen25_coder_0_5b_policies.json")["models"]} | of_dms
     longer = {
@@ -62,7 +64,7 @@ def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
 
 
 def test_the_page_has_the_perplexities_of_qwen_with_policies() -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(PAGE)
     of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
     found = {m["name"]: m for m in record("qwen25_coder_0_5b_perplexity.json")["models"]} | of_dms
     for title, name in {"DMS": "dms", **POLICIES}.items():
@@ -75,7 +77,7 @@ def test_the_page_has_the_perplexities_of_qwen_with_policies() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "window 16, "])
 def test_the_page_has_the_numbers_of_qwen(prefix: str) -> None:
-    rows, found = page_rows("docs/models.md"), _qwen(prefix)
+    rows, found = page_rows(_page(prefix)), _qwen(prefix)
     for model in found["models"]:
         cells, needles = rows[f"Qwen, {prefix}{QWEN[model['name']]}"], model["needles"]
         assert cells[0] == f"{model['perplexity']['continuation']['cr_factor']:.2f}"
@@ -101,9 +103,9 @@ NOT_FINISHED = {"": {("math500", "cr2")}}
 
 @pytest.mark.parametrize("prefix", CHAINS)
 def test_the_page_has_the_chains_of_qwen(prefix: str) -> None:
-    rows, found = page_rows("docs/models.md"), _qwen(prefix)
+    rows, found = page_rows(_page(prefix)), _qwen(prefix)
     names, tasks = CHAINS[prefix]
-    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    text = page_text(_page(prefix))
     points = _points(found)
     known = {(task, name) for task, name, *_ in points}
     assert known == set(product(tasks.values(), names)) - NOT_FINISHED.get(prefix, set())
@@ -138,7 +140,7 @@ def _check_margins(found: Mapping[str, Any], text: str) -> None:
 @pytest.mark.parametrize("prefix", ["", "textbooks, "])
 def test_the_page_has_one_chain_of_qwen(prefix: str) -> None:
     """Also those of the run whose plain text had no code."""
-    rows, found = page_rows("docs/models.md"), _qwen(prefix)
+    rows, found = page_rows(PAGE), _qwen(prefix)
     points, names = _points(found), ["original", *RATIOS]
     solved_by = {task for task, *_ in points}
     for title, task in CHAIN_TASKS.items():
@@ -147,11 +149,11 @@ def test_the_page_has_one_chain_of_qwen(prefix: str) -> None:
             cells = [f"{100 * point['chain_accuracy']:.1f}" if point else "" for point in row]
             cells += [f"{point['tokens']:.0f}" if point else "" for point in row]
             assert rows[f"{prefix or 'one chain, '}{title}"] == cells
-    _check_margins(found, " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split()))
+    _check_margins(found, page_text(PAGE))
 
 
 def test_the_page_states_what_chains_of_qwen_lose() -> None:
-    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    text = page_text(PAGE)
     points, before = _points(_qwen("")), _points(_qwen("textbooks, "))
 
     def lost(task: str, found: Mapping[Any, Any]) -> str:
@@ -193,7 +195,7 @@ def test_the_page_states_what_chains_of_qwen_lose() -> None:
 
 def test_the_page_has_the_margins_of_qwen_without_cr_2() -> None:
     """As the run with textbooks, which has none."""
-    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    text = page_text(PAGE)
     numbers = _qwen("")
     points = [point for point in numbers["chains"]["points"] if point["model"] != "cr2"]
     grouped = chain_tasks({"chains": {"points": points}})
@@ -208,7 +210,7 @@ def _difference_of(task: Mapping[str, Any]) -> str:
 
 @pytest.mark.parametrize("prefix", ["", "window 16, "])
 def test_the_page_has_the_scores_of_qwen(prefix: str) -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(_page(prefix))
     for model in _qwen(prefix)["models"]:
         title = f"choices, {prefix}{QWEN[model['name']]}"
         finished = all(model.get("tasks", {"none": None}).values())
@@ -220,6 +222,11 @@ def test_the_page_has_the_scores_of_qwen(prefix: str) -> None:
             solved = [model["tasks"][key] for key in ("gsm8k@5", "gsm8k_cot")]
             cells = [f(task) for task in solved for f in (score, _difference_of)]
             assert rows[f"greedy, {QWEN[model['name']]}"] == cells
+
+
+def _page(prefix: str) -> str:
+    """Return the page whose rows begin with a prefix."""
+    return EARLIER if prefix in ("bare, ", "window 16, ") else PAGE
 
 
 def _qwen(prefix: str) -> dict[str, Any]:
@@ -234,7 +241,7 @@ def _qwen(prefix: str) -> dict[str, Any]:
 
 
 def test_the_page_has_the_numbers_of_qwen_with_bare_questions() -> None:
-    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    text = page_text(EARLIER)
     found = {model["name"]: model for model in _qwen("bare, ")["models"]}
     kl = [
         f"{model['validation']['kl_nats_per_token']:.4f}"
@@ -250,7 +257,7 @@ def test_the_page_has_the_numbers_of_qwen_with_bare_questions() -> None:
 
 
 def test_the_page_has_the_divergence_on_the_prompts_of_qwen() -> None:
-    rows = page_rows("docs/models.md")
+    rows = page_rows(PAGE)
     for title, name in PROMPTS.items():
         found = record(f"qwen25_coder_0_5b_prompts_{name}.json", "cpu_x86_64")
         assert found["problems"] == 32
@@ -269,7 +276,7 @@ def test_the_page_has_the_divergence_on_the_prompts_of_qwen() -> None:
 def test_the_page_has_the_memory_of_the_longest_prompts() -> None:
     """24 layers, 2 KV heads, keys and values of 64 numbers with 2 bytes each."""
     bytes_of_token = 24 * 2 * 2 * 64 * 2
-    text = " ".join((ROOT / "docs/models.md").read_text(encoding="utf-8").split())
+    text = page_text(PAGE)
     models = {model["name"]: model for model in _qwen("")["models"]}
     sizes = [
         f"{models[name]['needles']['16384']['peak_tokens'] * bytes_of_token / 1e6:.0f} MB"
@@ -280,7 +287,7 @@ def test_the_page_has_the_memory_of_the_longest_prompts() -> None:
 
 
 def test_the_readme_has_the_numbers_of_qwen() -> None:
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = page_text("README.md")
     found = _qwen("")
     needles = {model["name"]: model["needles"]["16384"] for model in found["models"]}
     reads = [f"{needles[name]['reads_per_token']:,.0f}" for name in ("cr8", "original")]
