@@ -49,6 +49,7 @@ class AnswerChecker:
     def __init__(self, workers: int = 1, *, allow_code: str | None = None) -> None:
         self.workers = workers
         self._verifier: Verifier | None = None
+        self._programs = ThreadPoolExecutor(workers)  # each thread waits for its processes
         self.allow_code = allow_code
 
     def __enter__(self) -> AnswerChecker:
@@ -61,7 +62,8 @@ class AnswerChecker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the processes."""
+        """End the processes; programs that have not started are dropped."""
+        self._programs.shutdown(cancel_futures=True)
         if self._verifier is not None:
             self._verifier.__exit__(kind, error, trace)
 
@@ -76,9 +78,13 @@ class AnswerChecker:
         return self.allow_code == SANDBOX
 
     def score_in_parallel(self, score: Callable[[str], Score], texts: Sequence[str]) -> list[Score]:
-        """Return the score of each text; `score` runs programs for `workers` texts at a time."""
-        with ThreadPoolExecutor(self.workers) as pool:  # each thread waits for its processes
-            return list(pool.map(score, texts))
+        """Return the score of each text; `score` runs programs, once for equal texts.
+
+        Several threads may call this; `workers` texts are scored at a time for all of them.
+        """
+        distinct = dict.fromkeys(texts)
+        scores = dict(zip(distinct, self._programs.map(score, distinct), strict=True))
+        return [scores[text] for text in texts]
 
     def verdicts(self, attempts: Sequence[Attempt]) -> list[Verdict]:
         """Compare answers with their gold answers in processes with deadlines.
@@ -98,7 +104,8 @@ class Scorer(ABC):
 
     Attributes:
         name: Name by which tasks refer to the scorer.
-        runs_code: True if the scorer runs programs that a model wrote.
+        runs_code: True if the scorer runs programs that a model wrote. Several threads may then
+            call `scores`.
     """
 
     name: ClassVar[str]

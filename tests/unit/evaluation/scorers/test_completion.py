@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,19 @@ def test_programs_of_several_workers_run_at_the_same_time(tmp_path):
     assert [score.correct for score in scores] == [(True,), (True,)]
 
 
+def test_equal_programs_run_once(tmp_path):
+    """Each call of the function adds a line to a file."""
+    counted = f"""    with open({str(tmp_path / "runs")!r}, "a") as file:
+        file.write("one\\n")
+    return text.upper() + '!'
+"""
+    wrong = counted.replace("upper", "lower")
+    assert passed(DOCUMENTS[1], counted, wrong) == [True, False]
+    once = (tmp_path / "runs").read_text()
+    assert passed(DOCUMENTS[1], counted, wrong, counted, counted) == [True, False, True, True]
+    assert (tmp_path / "runs").read_text() == 2 * once
+
+
 def test_no_more_programs_run_than_there_are_workers(tmp_path):
     """Each program fails if another one runs."""
     alone = f"""    import os, time
@@ -67,6 +82,20 @@ def test_no_more_programs_run_than_there_are_workers(tmp_path):
     return text.upper() + '!'
 """
     assert passed(DOCUMENTS[1], *[alone.replace("0.3", f"0.{n}") for n in (3, 2, 4)]) == 3 * [True]
+
+
+def test_programs_that_have_not_started_are_dropped_at_the_end(tmp_path):
+    slow = f"""    open({str(tmp_path)!r} + '/FILE', 'w').close()
+    import time
+    time.sleep(1)
+    return text.upper() + '!'
+"""
+    bodies = [slow.replace("FILE", name) for name in "abc"]
+    with ThreadPoolExecutor() as caller, AnswerChecker(1, allow_code="unisolated") as checker:
+        caller.submit(CompletionScorer().scores, DOCUMENTS[1], bodies, checker)
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_program_cannot_end_before_its_tests():
