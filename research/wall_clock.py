@@ -22,7 +22,9 @@ import json
 import math
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from dms_train.evaluation.scaling.run import CheckedRun, check, most_tokens, pro
 from dms_train.evaluation.scaling.voting import ChainScore, score
 from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.registry import scorer as find_scorer
+from dms_train.evaluation.tasks.base import Document, Task
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
@@ -157,21 +160,26 @@ def _require_room(checked: CheckedRun, outputs: list[RequestOutput], most: int) 
 
 def accuracy(checked: CheckedRun, outputs: list[RequestOutput]) -> float:
     """Return the mean score of the problems by the rule of the task; a chain cut off is wrong."""
-    task, run = checked.task, checked.options.run
-    scorer = find_scorer(task.scorer)
-    shares = []
-    with AnswerChecker(run.workers, allow_code=run.allow_code) as checker:
-        for document, output in zip(checked.documents, outputs, strict=True):
-            texts = [chain.text for chain in output.outputs]
-            scores = scorer.scores(document, texts, checker)
-            chains = [
-                ChainScore(each.answers, each.correct)
-                if task.scores_truncated or chain.finish_reason == STOPPED
-                else ChainScore((None,) * len(each.answers), (False,) * len(each.correct))
-                for each, chain in zip(scores, output.outputs, strict=True)
-            ]
-            shares.append(score(chains, task.aggregate))
-    return statistics.mean(shares)
+    run, runs_code = checked.options.run, find_scorer(checked.task.scorer).runs_code
+    with (
+        ThreadPoolExecutor(run.workers if runs_code else 1) as problems,
+        AnswerChecker(run.workers, allow_code=run.allow_code) as checker,
+    ):
+        scored = partial(_score, checked.task, checker)
+        return statistics.mean(problems.map(scored, checked.documents, outputs))
+
+
+def _score(task: Task, checker: AnswerChecker, document: Document, output: RequestOutput) -> float:
+    """Return the score of a problem."""
+    texts = [chain.text for chain in output.outputs]
+    scores = find_scorer(task.scorer).scores(document, texts, checker)
+    chains = [
+        ChainScore(each.answers, each.correct)
+        if task.scores_truncated or chain.finish_reason == STOPPED
+        else ChainScore((None,) * len(each.answers), (False,) * len(each.correct))
+        for each, chain in zip(scores, output.outputs, strict=True)
+    ]
+    return score(chains, task.aggregate)
 
 
 def drawn(record: dict[str, Any]) -> Any:

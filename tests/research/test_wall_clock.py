@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 
 from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.tasks.base import Aggregate
+from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.inference.llm import LLM
 from research import wall_clock
 from research.data import command as data
@@ -126,6 +129,33 @@ def test_the_rule_of_the_task_counts_and_a_chain_cut_off_is_wrong(
     assert wall_clock.accuracy(checked, outputs) == pytest.approx(expected)
 
 
+def test_programs_of_several_problems_run_at_the_same_time(lab: Path, tmp_path: Path) -> None:
+    """Each program ends only if that of the other problem has begun."""
+    documents = [
+        {"task_id": f"HumanEval/{n}", "prompt": f"def f{n}():\n", "entry_point": f"f{n}"}
+        | {"test": f"def check(f):\n    assert f() == {n}\n", "canonical_solution": ""}
+        for n in range(2)
+    ]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in documents))
+    more = ["run.allow_code=unisolated", "run.workers=2"]
+    checked = wall_clock.checked_run(lab / "original", [*overrides(lab), *more], [(1.0, 1)])
+    task = find_task("humaneval")
+    named = replace(checked.options.task, path=str(path), subset=True, limit=None)
+    checked = checked._replace(task=task, documents=task.documents(named, lambda _: 1))
+    waits = f"""    import os, time
+    open({str(tmp_path)!r} + '/OWN', 'w').close()
+    while not os.path.exists({str(tmp_path)!r} + '/OTHER'):
+        time.sleep(0.01)
+    return RESULT
+"""
+    outputs = [
+        answered((waits.replace("OWN", a).replace("OTHER", b).replace("RESULT", result), "stop"))
+        for a, b, result in (("a", "b", "0"), ("b", "a", "2"))
+    ]
+    assert wall_clock.accuracy(checked, outputs) == 0.5
+
+
 def test_cut_answers_count_where_the_task_scores_them(
     lab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +189,12 @@ def test_options_reach_the_engine_and_the_checker(
     checked = wall_clock.checked_run(lab / "cr4", given, [(1 / 64, 1)])
     started: list[object] = []
     monkeypatch.setattr(wall_clock, "LLM", recorder(started, LLM))
+    monkeypatch.setattr(wall_clock, "ThreadPoolExecutor", recorder(started, ThreadPoolExecutor))
     monkeypatch.setattr(wall_clock, "AnswerChecker", recorder(started, AnswerChecker))
     wall_clock.measure(checked, [(1 / 64, 1)], 1)
-    llm, checker = started
+    llm, problems, checker = started
+    assert isinstance(problems, ThreadPoolExecutor)
+    assert problems._max_workers == 1  # the scorer runs no programs
     assert isinstance(llm, LLM)
     assert isinstance(checker, AnswerChecker)
     options = llm.engine.options
