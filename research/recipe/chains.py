@@ -2,77 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dms_train.evaluation.analysis.comparison import PEAK, READS, Comparison
 from dms_train.evaluation.scaling.results import Point, RunResult, load
+from dms_train.inference.policies.registry import AUTO
 from dms_train.tables import markdown_table
 from research.lab.steps import Step
 from research.recipe.steps import (
     CONTROL,
     EVALUATE,
+    FILES,
     ORIGINAL,
     Model,
     Settings,
     documents,
-    exports,
+    models,
     trainings,
 )
 
 _LENGTHS = (0.5, 1, 2)  # in units of 1,024 tokens
 _WIDTHS = (1, 2, 4, 8, 16)
 _RATIOS = (2, 4, 8)
-_SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.95")
-_FILES = {
-    "gsm8k": "openai/gsm8k/main/test.jsonl",
-    "math500": "HuggingFaceH4/MATH-500/default/test.jsonl",
-    "humaneval": "openai/openai_humaneval/test.jsonl",
-}
 _RUNS_PROGRAMS = "humaneval"
 _WORKERS = 4  # processes of each evaluation that compare answers or run programs
 
 
 def chain_steps(settings: Settings) -> list[Step]:
-    """Return the steps that sample chains from the original and its exports, and their report."""
+    """Return the steps that sample chains from each model, and the step that reports them."""
     if not settings.recipe.chains:
         return []
-    models = [Model(ORIGINAL, settings.original)]
-    models += [
-        Model(name, path)
-        for name, path in exports(settings).items()
-        if name in {*(f"cr{ratio}" for ratio in _RATIOS), CONTROL}
-    ]
-    runs = [_run(settings, model, task) for model in models for task in _tasks(settings)]
+    trained = {ORIGINAL, CONTROL, *(f"cr{ratio}" for ratio in _RATIOS)}
+    chosen = [m for m in models(settings) if m.name in trained or m.policy != AUTO]
+    runs = [_run(settings, model, task) for model in chosen for task in permitted(settings, FILES)]
     root = settings.root / "chains"
     words = [*EVALUATE, "report", str(root), "--output", str(settings.root / "chains.html")]
     needs = tuple(step.name for step in runs)
     return [*runs, Step(name="chains_report", words=lambda: words, needs=needs)]
 
 
-def _tasks(settings: Settings) -> list[str]:
+def permitted(settings: Settings, tasks: Iterable[str]) -> list[str]:
     """Return the tasks; the one that runs programs only if that is allowed."""
-    return [name for name in _FILES if name != _RUNS_PROGRAMS or settings.allow_code]
+    return [name for name in tasks if name != _RUNS_PROGRAMS or settings.allow_code]
+
+
+def asked(settings: Settings, task: str, limit: int) -> list[str]:
+    """Return the options of `dms-eval` that ask the problems of a task as the training text did."""
+    words = [
+        "model.prompt_format=template",
+        *(f"task.name={task}", f"task.path={documents(settings) / FILES[task]}"),
+        *(f"task.limit={limit}", "sampling.temperature=0.7", "sampling.top_p=0.95"),
+    ]
+    if task == _RUNS_PROGRAMS:
+        words.append(f"run.allow_code={settings.allow_code}")
+    return words
 
 
 def _run(settings: Settings, model: Model, task: str) -> Step:
+    # the budget of a policy is a share of the longest answer
+    lengths = _LENGTHS if model.policy == AUTO else _LENGTHS[-1:]
     words = [
         *(*EVALUATE, f"model.path={model.path}", f"model.device={settings.device}"),
-        "model.prompt_format=template",  # as the training text
-        *(f"task.name={task}", f"task.path={documents(settings) / _FILES[task]}"),
-        *(f"task.limit={settings.limit}", f"model.max_num_seqs={settings.rows}"),
-        f"sweep.lengths=[{','.join(map(str, _LENGTHS))}]",
+        *(*asked(settings, task, settings.limit), f"model.max_num_seqs={settings.rows}"),
+        *(f"policy={model.policy}", *(f"policy.{option}" for option in model.options)),
+        f"sweep.lengths=[{','.join(map(str, lengths))}]",
         f"sweep.widths=[{','.join(map(str, _WIDTHS))}]",
-        *_SAMPLING,
         f"run.dir={_folder(settings, model.name, task)}",
         f"run.workers={_WORKERS}",
     ]
     if settings.cache_bytes is not None:
         words.append(f"model.cache_bytes={settings.cache_bytes}")
-    if task == _RUNS_PROGRAMS:
-        words.append(f"run.allow_code={settings.allow_code}")
     name = f"chains_{task}_{model.name}"
     return Step(name=name, words=lambda: words, needs=tuple(trainings(settings)))
 
@@ -84,15 +86,19 @@ def _folder(settings: Settings, name: str, task: str) -> Path:
 def measured_chains(settings: Settings) -> dict[str, Any]:
     """Return the points of all runs that have finished, and the margins of their frontiers.
 
-    The control has points only: it evicts nothing, so it is on no frontier of an export.
+    Margins compare the exports with the original. The control evicts nothing, and policies are
+    sampled at one length: they have points only.
     """
     runs: dict[tuple[str, str], RunResult] = {}
-    for task in _FILES:
-        for name in (ORIGINAL, *exports(settings)):
-            folder = _folder(settings, name, task)
+    compared = []
+    for task in FILES:
+        for model in models(settings):
+            folder = _folder(settings, model.name, task)
             if (folder / "summary.json").is_file():
-                runs[task, name] = load([folder])
-    comparison = Comparison([run for (_, name), run in runs.items() if name != CONTROL])
+                runs[task, model.name] = load([folder])
+                if model.policy == AUTO and model.name != CONTROL:
+                    compared.append(runs[task, model.name])
+    comparison = Comparison(compared)
     return {
         "points": [
             {"task": task, "model": name, **_numbers(point)}

@@ -7,6 +7,7 @@ from pathlib import Path
 from dms_train.cli.config_source import compose
 from research.lab.steps import Step
 from research.recipe.chains import chain_steps
+from research.recipe.seconds import seconds_steps
 from research.recipe.steps import (
     EVALUATE,
     NEEDLES,
@@ -27,7 +28,7 @@ def steps(settings: Settings) -> list[Step]:
     """Return all steps of a recipe; each follows those that it needs."""
     evaluated = models(settings)
     tasks = [_tasks(settings, model) for model in evaluated if settings.recipe.tasks]
-    return [
+    made = [
         *training_steps(settings),
         *tasks[:1],
         *(_validation(settings, name, export) for name, export in exports(settings).items()),
@@ -36,6 +37,7 @@ def steps(settings: Settings) -> list[Step]:
         *tasks[1:],
         *chain_steps(settings),
     ]
+    return [*made, *seconds_steps(settings, [step.name for step in made])]
 
 
 def _validation(settings: Settings, name: str, export: Path) -> Step:

@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.evaluation.analysis.charts import needle_chart, scaling_chart
-from dms_train.evaluation.analysis.comparison import READS, VANILLA, Mark
+from dms_train.evaluation.analysis.comparison import READS, VANILLA, Cost, Mark
 from dms_train.evaluation.analysis.needles import NeedleCell
 from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.tasks.registry import task
 from research.recipe.steps import ORIGINAL
 
 _DMS = "DMS"
+_TIME = Cost("seconds", "milliseconds", "all of them submitted together")
 _EXPORT = re.compile(r"cr(\d+(?:\.\d+)?)")  # the name of an export of DMS
 
 
 def figures(numbers: Mapping[str, Any]) -> dict[str, str]:
     """Return each figure as an SVG element, by its file name.
 
-    `needles.svg` has the needles that each model finds, and `chains_TASK.svg` accuracy against the
-    KV reads of chains. Parts that the record lacks have no figure.
+    `needles.svg` has the needles that each model finds, `chains_TASK.svg` accuracy against the KV
+    reads of chains, and `seconds_TASK.svg` accuracy against seconds. Parts that the record lacks
+    have no figure.
 
     Args:
         numbers: Those of `report.json`.
@@ -31,6 +33,9 @@ def figures(numbers: Mapping[str, Any]) -> dict[str, str]:
     for name, marks in chain_tasks(numbers).items():
         title = f"{task(name).title}: accuracy against KV reads"
         drawn[f"chains_{name}.svg"] = scaling_chart(title, marks, READS, (VANILLA, _DMS))
+    for name, marks in seconds_tasks(numbers).items():
+        title = f"{task(name).title}: accuracy against seconds"
+        drawn[f"seconds_{name}.svg"] = scaling_chart(title, marks, _TIME, (VANILLA, _DMS))
     if numbers["needles"]:
         cells = [NeedleCell(**cell) for cell in numbers["needles"]]
         drawn["needles.svg"] = needle_chart("Needles found, percent", cells)
@@ -51,16 +56,33 @@ def chain_tasks(numbers: Mapping[str, Any]) -> dict[str, list[Mark]]:
     """Return the points of the original and the exports of DMS, by their task."""
     grouped: dict[str, list[Mark]] = {}
     for point in numbers.get("chains", {}).get("points", ()):  # records before 2026-11-27 have none
-        if (mark := _mark(point)) is not None:
+        mark = _mark(point, point[READS.name], point["accuracy"]["value"])
+        if mark is not None:
             grouped.setdefault(point["task"], []).append(mark)
     return grouped
 
 
-def _mark(point: Mapping[str, Any]) -> Mark | None:
+def seconds_tasks(numbers: Mapping[str, Any]) -> dict[str, list[Mark]]:
+    """Return accuracy and time of the original and the exports of DMS, by their task.
+
+    The cost is the time of all problems in milliseconds, divided by their number.
+    """
+    grouped: dict[str, list[Mark]] = {}
+    for name, found in numbers.get("seconds", {}).items():
+        problems = found["settings"]["problems"]
+        for model, measured in found["models"].items():
+            for each in measured["budgets"]:
+                point = each | {"model": model, "chains": each["width"]}
+                mark = _mark(point, 1000 * each["seconds"] / problems, each["accuracy"])
+                if mark is not None:
+                    grouped.setdefault(name, []).append(mark)
+    return grouped
+
+
+def _mark(point: Mapping[str, Any], cost: float, accuracy: float) -> Mark | None:
     """Return the point of a figure; None for a control, and for other methods."""
     export = _EXPORT.fullmatch(point["model"])
     if export is None and point["model"] != ORIGINAL:
         return None
     method, ratio = (_DMS, float(export[1])) if export else (VANILLA, 1.0)
-    budget = Budget(point["length"], point["chains"], ratio)
-    return Mark(method, budget, point[READS.name], point["accuracy"]["value"], run="")
+    return Mark(method, Budget(point["length"], point["chains"], ratio), cost, accuracy, run="")

@@ -22,6 +22,7 @@ from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
 from research.recipe.chains import measured_chains
 from research.recipe.evaluations import needle_contexts, needles_folder, perplexity_file, results
+from research.recipe.seconds import measured_seconds
 from research.recipe.steps import ORIGINAL, Model, Settings, Task, models, trainings
 
 _METRICS = ("acc_norm", "acc", "exact_match", "pass@1")  # the first one that a task has
@@ -41,6 +42,7 @@ def measured(settings: Settings) -> dict[str, Any]:
         "models": [_model(settings, model, original) for model in models(settings)],
         "needles": [asdict(cell) for cell in _cells(settings)],
         "chains": measured_chains(settings),
+        "seconds": measured_seconds(settings),
     }
 
 

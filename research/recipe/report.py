@@ -10,8 +10,9 @@ from typing import Any
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
 from research.recipe.chains import chains_text
-from research.recipe.figures import chain_tasks, write_figures
+from research.recipe.figures import chain_tasks, seconds_tasks, write_figures
 from research.recipe.measured import measured
+from research.recipe.seconds import seconds_text
 from research.recipe.steps import Settings, exports
 
 _VALIDATED = {"cr_factor": "cr_factor", "kl_nats_per_token": "KL", "top1_agreement": "top-1"}
@@ -61,6 +62,10 @@ def report_text(numbers: Mapping[str, Any]) -> str:
         parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
         named = chain_tasks(numbers)
         parts += [f"![{name}: accuracy against KV reads](chains_{name}.svg)" for name in named]
+    if numbers.get("seconds"):  # records before 2026-11-30 have none
+        parts += ["## Accuracy against seconds", seconds_text(numbers["seconds"])]
+        named = seconds_tasks(numbers)
+        parts += [f"![{name}: accuracy against seconds](seconds_{name}.svg)" for name in named]
     if numbers["needles"]:
         parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -4,8 +4,9 @@
 
 downloads the model and samples training text from it. It runs `dms-train experiment=smollm2_135m`,
 which exports the model at CR 2, 3, 4, 6 and 8. It compares each export with the original on
-text that was not trained on and on public benchmarks. Then it writes FOLDER/report.md and adds the
-results to the model card of each export. Every step is a command of this project; its output goes
+text that was not trained on and on public benchmarks, and in the time of the engine with the same
+bytes of cache. Then it writes FOLDER/report.md and adds the results to the model card of each
+export. Every step is a command of this project; its output goes
 to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--minutes` the
@@ -39,7 +40,7 @@ from research.lab.run import UNFINISHED, run_steps
 from research.recipe.evaluations import steps
 from research.recipe.figures import write_figures
 from research.recipe.report import report_text, write_report
-from research.recipe.steps import RECIPES, Settings, check_policies, trainings
+from research.recipe.steps import FILES, RECIPES, Settings, check_policies, trainings
 
 _CACHES = 0.6  # share of a GPU's memory that the caches of concurrent evaluations take
 
@@ -49,8 +50,14 @@ def _settings(args: argparse.Namespace) -> Settings:
     for path in (*args.text, *filter(None, single)):
         if not path.exists():
             raise EvaluationError(f"{path}: no such file or folder; correct the path")
+    recipe = RECIPES[args.name]
+    for file in FILES.values() if recipe.timed and args.benchmarks else ():
+        if not (args.benchmarks / file).is_file():
+            raise EvaluationError(
+                f"--benchmarks {args.benchmarks}: no {file}; `dms-eval data` writes it"
+            )
     settings = Settings(
-        recipe=RECIPES[args.name],
+        recipe=recipe,
         root=args.folder or Path("outputs") / args.name,
         model=args.model,
         prompts=args.prompts,
@@ -106,7 +113,9 @@ def _show(table: Path, folder: Path | None) -> int:
     def text(numbers: Mapping[str, Any]) -> str:
         shown = report_text(numbers)
         if folder is not None and not write_figures(numbers, folder):
-            raise EvaluationError(f"{table}: no needles and no chains to draw; leave out --figures")
+            raise EvaluationError(
+                f"{table}: no needles, chains or seconds to draw; leave out --figures"
+            )
         return shown
 
     if folder is not None and folder.is_file():

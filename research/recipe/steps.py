@@ -21,6 +21,11 @@ _DATA = ("-m", "dms_train.data_prep.prepare")
 TRAIN = ("-m", "dms_train")
 EVALUATE = ("-m", "research", "eval")
 NEEDLES = ("-m", "research", "recipe-needles")
+FILES = {  # test files of the tasks that are answered in chains
+    "gsm8k": "openai/gsm8k/main/test.jsonl",
+    "math500": "HuggingFaceH4/MATH-500/default/test.jsonl",
+    "humaneval": "openai/openai_humaneval/test.jsonl",
+}
 _DMC = (  # the defaults of the method in place of the experiment's, and fewer exports
     *("method=dmc", "method.window=0", "stage.export.format=dmc"),
     "stage.hold.branch_ratios=[4]",
@@ -75,6 +80,7 @@ class Recipe:
         tasks: Tasks of the evaluation.
         published: Name of the model's published scores; None without.
         chains: Also sample several chains of reasoning.
+        timed: Tasks whose accuracy is measured against seconds.
         contexts: Lengths of prompts with needles, in tokens.
         needles: Number of prompts of each length.
         train: Overrides of the experiment.
@@ -91,6 +97,7 @@ class Recipe:
     tasks: tuple[Task, ...] = _TASKS
     published: str | None = None
     chains: bool = False
+    timed: tuple[str, ...] = ()
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     needles: int = 100
     train: tuple[str, ...] = ()
@@ -103,6 +110,7 @@ RECIPES = {
         source="smollm2-135m-instruct",
         prompts=10_000,
         published="SmolLM2-135M-Instruct",
+        timed=("gsm8k",),
     ),
     "qwen25_coder_0_5b": Recipe(
         experiment="qwen25_coder_0_5b",
@@ -112,6 +120,7 @@ RECIPES = {
         code=True,
         tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
         chains=True,
+        timed=("gsm8k", "math500", "humaneval"),
         contexts=(1024, 4096, 8192, 16384),
     ),
     "toy": Recipe(
@@ -341,7 +350,9 @@ def _data(settings: Settings) -> list[Step]:
     if settings.prompts is None:
         answers += ["--source", "instructions of dms-train", "--license", "Apache-2.0"]
     steps = [] if settings.prompts else [_written_prompts(settings)]
-    needs = (*fetched, *(step.name for step in steps))
+    for file in FILES.values() if settings.recipe.timed else ():
+        answers += ["--evaluation-set", str(documents(settings) / file)]
+    needs = (*fetched, *(step.name for step in (*_benchmarks(settings), *steps)))
     steps.append(Step(name="sampled", words=lambda: answers, needs=needs))
     return [*steps, *_text(settings, fetched)]
 

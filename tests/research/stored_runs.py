@@ -13,6 +13,7 @@ def stored(
     chains: dict[int, list[tuple[int, bool]]],
     task: str = "countdown",
     peak: float = 0.0,
+    method: str = "DMS",
 ) -> None:
     """A run; for each document the tokens of its chains, and whether they are right."""
     (folder / "chains").mkdir(parents=True)
@@ -21,7 +22,7 @@ def stored(
     documents = {"count": 4, "sha256": ""}
     config = {"task": named, "documents": documents, "model": {}, "cr": 1.0, "sweep": sweep}
     header = {
-        "config_hash": folder.name, "config": config, "label": "", "method": "DMS",
+        "config_hash": folder.name, "config": config, "label": "", "method": method,
         "title": "Countdown", "aggregate": "any", "scores_truncated": False, "publishable": True,
         "model_path": "", "versions": {},
     }  # fmt: skip

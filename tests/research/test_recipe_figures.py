@@ -58,6 +58,38 @@ def test_points_of_the_original_and_of_dms_are_drawn() -> None:
     assert {"62", "41%", "2k", "cr4"} <= set(re.findall(">([^<>]+)</text>", drawn["needles.svg"]))
 
 
+SECONDS = {
+    "gsm8k": {
+        "settings": {"problems": 4, "cache_bytes": 256_000_000, "repeats": 3},
+        "models": {
+            name: {"budgets": [budget | {"width": 8, "seconds_least": 1, "seconds_most": 3}]}
+            for name, budget in {
+                "original": {"length": 1, "seconds": 2.5, "accuracy": 0.5, "tokens_s": 1234},
+                "cr8": {"length": 0.5, "seconds": 1.5, "accuracy": 0.25, "tokens_s": 5678},
+                "dmc_cr8": {"length": 0.5, "seconds": 1.25, "accuracy": 0.1, "tokens_s": 91011},
+            }.items()
+        },
+    }
+}
+
+
+def test_accuracy_against_seconds_is_drawn_and_printed() -> None:
+    numbers = {"needles": [], "seconds": SECONDS}
+    (drawn,) = figures(numbers).items()
+    assert drawn[0] == "seconds_gsm8k.svg"
+    assert shown(drawn[1]) == [
+        "Vanilla 1-8-1: 50.0 %, 625.0 milliseconds",
+        "DMS 0.5-8-8: 25.0 %, 375.0 milliseconds",
+    ]
+    assert "GSM8K: accuracy against seconds" in drawn[1]
+    printed = report_text(json.loads(QWEN.read_text("utf-8")) | numbers)
+    assert "gsm8k: 4 problems submitted together;" in printed
+    assert "into a cache of 256 MB." in printed
+    assert "seconds are the median of 3 repetitions" in printed
+    assert "| dmc_cr8 | 0.5-8 | 0.100 | 1.25 (1.00 to 3.00) | 91,011 |" in printed
+    assert "](seconds_gsm8k.svg)" in printed
+
+
 def test_a_record_without_chains_has_no_figure_of_them() -> None:
     assert set(figures({"needles": CELLS})) == {"needles.svg"}
     assert figures({"needles": [], "chains": {"points": []}}) == {}
@@ -97,7 +129,10 @@ def test_a_report_links_to_the_figures_that_are_drawn() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"needles": [], "chains": {}}, "no needles and no chains to draw; leave out --figures"),
+        (
+            {"needles": [], "chains": {}},
+            "no needles, chains or seconds to draw; leave out --figures",
+        ),
         ({"needles": [{"label": "cr4"}]}, "not a record of this command"),
         ({"needles": 5}, "not a record of this command"),
     ],

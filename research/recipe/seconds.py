@@ -1,0 +1,83 @@
+"""Accuracy against seconds: the original and its exports with the same bytes of cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from research.lab.steps import Step
+from research.recipe.chains import asked, permitted
+from research.recipe.steps import ORIGINAL, Settings, exports
+from research.wall_clock import table
+
+_BUDGETS = "1-1,1-4,1-16"  # tokens of a chain in units of 1,024, and chains of a problem
+_PROBLEMS = 100
+_CACHE_BYTES = 256_000_000
+_ROWS = 512  # chains at the same time, if they fit into the cache
+_WORKERS = 8  # processes that compare answers or run programs after the clock stops
+
+
+def seconds_steps(settings: Settings, before: Sequence[str]) -> list[Step]:
+    """Return a step for each task and model; they run one at a time, since they measure time.
+
+    Args:
+        settings: Choices of the user.
+        before: Names of all other steps, which run first.
+    """
+    steps, needs = list[Step](), tuple(before)
+    for task in permitted(settings, settings.recipe.timed):
+        for name, model in _models(settings).items():
+            words = partial(_words, settings, task, name, model)
+            steps.append(Step(name=f"seconds_{task}_{name}", words=words, needs=needs))
+            needs = (steps[-1].name,)
+    return steps
+
+
+def _models(settings: Settings) -> dict[str, Path]:
+    """Return the directory of the original and of each export by its name."""
+    return {ORIGINAL: settings.original} | exports(settings)
+
+
+def _words(settings: Settings, task: str, name: str, model: Path) -> list[str]:
+    """Return the command that measures a model."""
+    return [
+        *("-m", "research", "wall-clock", "--models", f"{name}={model}", "--budgets", _BUDGETS),
+        *("--output", str(_file(settings, task, name)), f"model.device={settings.device}"),
+        *asked(settings, task, min(_PROBLEMS, settings.limit)),
+        *(f"model.cache_bytes={_CACHE_BYTES}", f"model.max_num_seqs={_ROWS}"),
+        f"run.workers={_WORKERS}",
+    ]
+
+
+def _file(settings: Settings, task: str, name: str) -> Path:
+    return settings.root / "seconds" / task / f"{name}.json"
+
+
+def measured_seconds(settings: Settings) -> dict[str, Any]:
+    """Return settings and budgets of the models that have finished, by task."""
+    found: dict[str, Any] = {}
+    for task in settings.recipe.timed:
+        for name in _models(settings):
+            path = _file(settings, task, name)
+            if path.is_file():
+                record = json.loads(path.read_text(encoding="utf-8"))
+                of_task = found.setdefault(task, {"settings": record["settings"], "models": {}})
+                of_task["models"] |= record["models"]
+    return found
+
+
+def seconds_text(numbers: Mapping[str, Any]) -> str:
+    """Return the tables of `measured_seconds` as Markdown."""
+    parts = []
+    for task, found in numbers.items():
+        given = found["settings"]
+        parts.append(
+            f"{task}: {given['problems']} problems submitted together; as many chains run as fit "
+            f"into a cache of {given['cache_bytes'] / 1e6:,.0f} MB. Lengths are in units of 1,024 "
+            f"tokens, and seconds are the median of {given['repeats']} repetitions:"
+        )
+        parts.append(table(found["models"]))
+    return "\n\n".join(parts)
