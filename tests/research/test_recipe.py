@@ -17,50 +17,17 @@ from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.registry import parse_options
-from research import wall_clock
 from research.lab.run import UNFINISHED
 from research.lab.steps import as_text
 from research.recipe import run as recipe
-from research.recipe.chains import chains_text, measured_chains
 from research.recipe.evaluations import results, steps
 from research.recipe.measured import measured
 from research.recipe.report import report_text, write_report
-from research.recipe.steps import ORIGINAL, RECIPES, Settings, Task, check_policies, exports
-from tests.research.stored_runs import stored
+from research.recipe.steps import ORIGINAL, RECIPES, Task, check_policies, exports
+from tests.research.recipe_settings import REAL, settings, words
 from tests.support import hub_model
 
 pytestmark = pytest.mark.timeout(1200)
-
-REAL = ("smollm2_135m", "qwen25_coder_0_5b")
-
-
-def settings(root: Path, name: str = "smollm2_135m", **changes: object) -> Settings:
-    given = Settings(
-        recipe=RECIPES[name],
-        root=root,
-        model=None,
-        prompts=None,
-        column="prompt",
-        text=(),
-        device="cpu",
-        rows=16,
-        limit=10,
-        benchmarks=None,
-        held_out=None,
-        haystack=None,
-        cache_bytes=None,
-        policies=(),
-        ratios=(4, 8),
-        dmc=False,
-        control=False,
-        allow_code=None,
-    )
-    return replace(given, **changes)
-
-
-def words(folder: Path, *more: str) -> list[str]:
-    return ["toy", "--folder", str(folder), "--device", "cpu", "--rows", "16", *more]
 
 
 @pytest.mark.slow
@@ -125,124 +92,9 @@ def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None
     assert not [name for name in plain if name.startswith(("perplexity", "needles"))]
 
 
-def test_chains_are_sampled_from_the_original_and_its_exports(tmp_path: Path) -> None:
-    for code in (None, "sandbox"):
-        made = {
-            step.name: step
-            for step in steps(settings(tmp_path, "qwen25_coder_0_5b", allow_code=code, limit=7))
-            if step.name.startswith("chains")
-        }
-        tasks = ["gsm8k", "math500", *(["humaneval"] if code else [])]
-        names = [f"chains_{task}_{m}" for m in (ORIGINAL, "cr2", "cr4", "cr8") for task in tasks]
-        assert list(made) == [*names, "chains_report"]
-        assert list(made["chains_report"].needs) == names
-    options = compose_evaluation(made["chains_humaneval_cr4"].words()[3:])
-    assert options.model.prompt_format == "template"
-    assert options.run.allow_code == "sandbox"
-    assert options.task.limit == 7
-    assert options.run.workers == 4
-    assert options.sweep.widths == (1, 2, 4, 8, 16)
-    assert not [step for step in steps(settings(tmp_path)) if step.name.startswith("chains")]
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_seconds_are_measured_one_at_a_time_after_all_other_steps(
-    name: str, tmp_path: Path, capsys
-) -> None:
-    files = {"held_out": Path("wikitext.txt"), "haystack": Path("essays.txt")}
-    made = steps(settings(tmp_path, name, policies=("h2o",), limit=7, **files))
-    timed = [step for step in made if step.name.startswith("seconds")]
-    tasks = {"smollm2_135m": ["gsm8k"], "qwen25_coder_0_5b": ["gsm8k", "math500"]}[name]
-    models = (ORIGINAL, "cr2", "cr3", "cr4", "cr6", "cr8")
-    assert [step.name for step in timed] == [f"seconds_{t}_{m}" for t in tasks for m in models]
-    before = [step.name for step in made if step not in timed]
-    assert list(timed[0].needs) == before
-    for step, earlier in zip(timed[1:], timed, strict=False):
-        assert step.needs == (earlier.name,)
-    given = timed[3].words()
-    assert given[given.index("--models") + 1] == f"cr4={tmp_path}/train/exports/cr4/hf"
-    options = compose_evaluation(["model.path=m", *given[given.index("--output") + 2 :]])
-    assert options.task.path == str(tmp_path / "benchmarks" / "openai/gsm8k/main/test.jsonl")
-    assert (options.task.limit, options.model.cache_bytes) == (7, 256_000_000)
-    assert options.model.prompt_format == "template"
-    assert (options.model.device, options.model.max_num_seqs) == ("cpu", 512)
-    assert (options.sampling.temperature, options.sampling.top_p) == (0.7, 0.95)
-    assert options.run.workers == 8
-    assert given[given.index("--budgets") + 1] == "1-1,1-4,1-16"
-    assert wall_clock.main(given[3:]) == 2  # its parser takes the words
-    assert f"{tmp_path}/train/exports/cr4/hf" in capsys.readouterr().err
-
-
-def test_seconds_of_programs_need_permission(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, "qwen25_coder_0_5b", allow_code="sandbox")
-    made = {step.name: step.words() for step in steps(chosen)}
-    assert "run.allow_code=sandbox" in made["seconds_humaneval_cr8"]
-    assert "task.limit=10" in made["seconds_humaneval_cr8"]
-    more = {step.name: step.words() for step in steps(replace(chosen, limit=1000))}
-    assert "task.limit=100" in more["seconds_humaneval_cr8"]
-
-
-def test_the_record_has_the_seconds_that_are_measured(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, "qwen25_coder_0_5b")
-    metrics = tmp_path / "train" / "metrics.jsonl"
-    metrics.parent.mkdir()
-    metrics.write_text('{"step": 1, "tokens": 1, "train/tokens_per_second": 1.0}\n')
-    for task, name in (("gsm8k", ORIGINAL), ("gsm8k", "cr4"), ("humaneval", "cr8")):
-        path = tmp_path / "seconds" / task / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        given = {"settings": {"task": task}, "models": {name: {"budgets": [name]}}}
-        path.write_text(json.dumps(given))
-    assert measured(chosen)["seconds"] == {
-        "gsm8k": {
-            "settings": {"task": "gsm8k"},
-            "models": {ORIGINAL: {"budgets": [ORIGINAL]}, "cr4": {"budgets": ["cr4"]}},
-        },
-        "humaneval": {"settings": {"task": "humaneval"}, "models": {"cr8": {"budgets": ["cr8"]}}},
-    }
-
-
-def test_chains_are_sampled_with_policies_at_the_longest_length(tmp_path: Path) -> None:
-    given = {"policies": ("tova:prefill=dense",), "ratios": (4,), "allow_code": "sandbox"}
-    made = {s.name: s for s in steps(settings(tmp_path, "qwen25_coder_0_5b", **given))}
-    names = [f"chains_{task}_tova_prefill_dense_cr4" for task in ("gsm8k", "math500", "humaneval")]
-    assert set(names) < set(made["chains_report"].needs)
-    of_policy, of_export = (
-        compose_evaluation(made[name].words()[3:]) for name in (names[0], "chains_gsm8k_cr4")
-    )
-    assert of_policy.sweep.lengths == (2,)
-    assert of_policy.sweep.widths == of_export.sweep.widths
-    assert of_export.sweep.lengths == (0.5, 1, 2)
-    assert (of_policy.policy.name, of_policy.policy.cr) == ("tova", 4)
-    assert parse_options(of_policy.policy.options) == {"prefill": "dense"}
-    assert of_policy.model.path == "models/qwen25-coder-0.5b-instruct"
-    assert of_export.policy.name == "auto"
-
-
 def test_a_recipe_without_programs_refuses_to_run_them(tmp_path: Path, capsys) -> None:
     assert recipe.main(words(tmp_path, "--allow-code", "sandbox")) == 2
     assert "--allow-code: toy runs no programs; leave it out" in capsys.readouterr().err
-
-
-def test_the_report_has_the_chains_that_have_finished(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, "qwen25_coder_0_5b")
-    right = {document: [(100 * document, document < 3)] for document in range(1, 5)}
-    for name in (ORIGINAL, "cr4", "cr8"):
-        folder = tmp_path / "chains" / "gsm8k" / name
-        stored(folder, right, task="gsm8k")
-        if name != "cr8":
-            (folder / "summary.json").write_text("{}")
-    found = measured_chains(chosen)
-    assert {point["model"] for point in found["points"]} == {ORIGINAL, "cr4"}
-    assert {point["accuracy"]["value"] for point in found["points"]} == {0.5}
-    assert found["margins"] == []  # of one method
-    assert "| gsm8k | cr4 | 1 | 50.0 [" in chains_text(json.loads(json.dumps(found)))
-    chosen = settings(tmp_path, "qwen25_coder_0_5b", policies=("h2o",))
-    folder = tmp_path / "chains" / "gsm8k" / "h2o_cr8"
-    stored(folder, right, task="gsm8k", method="h2o")
-    (folder / "summary.json").write_text("{}")
-    found = measured_chains(chosen)
-    assert {point["model"] for point in found["points"]} == {ORIGINAL, "cr4", "h2o_cr8"}
-    assert found["margins"] == []  # policies have points only
 
 
 def test_policies_run_on_the_original_at_every_ratio(tmp_path: Path, capsys) -> None:
