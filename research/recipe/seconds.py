@@ -31,9 +31,13 @@ def seconds_steps(settings: Settings, before: Sequence[str]) -> list[Step]:
     for task in permitted(settings, settings.recipe.timed):
         for name, model in _models(settings).items():
             words = partial(_words, settings, task, name, model)
-            steps.append(Step(name=f"seconds_{task}_{name}", words=words, needs=needs))
+            steps.append(Step(name=_name(task, name), words=words, needs=needs))
             needs = (steps[-1].name,)
     return steps
+
+
+def _name(task: str, model: str) -> str:
+    return f"seconds_{task}_{model}"
 
 
 def _models(settings: Settings) -> dict[str, Path]:
@@ -61,9 +65,8 @@ def measured_seconds(settings: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for task in settings.recipe.timed:
         for name in _models(settings):
-            path = _file(settings, task, name)
-            if path.is_file():
-                record = json.loads(path.read_text(encoding="utf-8"))
+            if (settings.root / "state" / f"{_name(task, name)}.done").is_file():
+                record = json.loads(_file(settings, task, name).read_text(encoding="utf-8"))
                 of_task = found.setdefault(task, {"settings": record["settings"], "models": {}})
                 of_task["models"] |= record["models"]
     return found

@@ -86,6 +86,9 @@ def test_the_record_has_the_seconds_that_are_measured(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         given = {"settings": {"task": task}, "models": {name: {"budgets": [name]}}}
         path.write_text(json.dumps(given))
+        (tmp_path / "state").mkdir(exist_ok=True)
+        (tmp_path / "state" / f"seconds_{task}_{name}.done").touch()
+    (tmp_path / "seconds" / "gsm8k" / "cr8.json").write_text('{"settings": ')  # not finished
     assert measured(chosen)["seconds"] == {
         "gsm8k": {
             "settings": {"task": "gsm8k"},
