@@ -10,10 +10,13 @@ _PAGES = {
         "*/qwen25_coder_0_5b_p*.json",  # policies, perplexity and prompts
         "*/qwen25_coder_0_5b_textbooks.json",
     ),
+    "docs/models/seconds.md": ("*/*_seconds.json",),
     "docs/models/settings.md": ("*/smollm2_sweep*.json",),
     "docs/models/earlier_runs.md": (
         "nvidia_h100*/smollm2_135m.json",
-        "*/smollm2_135m_*.json",
+        "*/smollm2_135m_first.json",
+        "*/smollm2_135m_second.json",
+        "*/smollm2_135m_window_16.json",
         "*/qwen25_coder_0_5b_questions.json",
         "*/qwen25_coder_0_5b_window_16.json",
     ),

@@ -54,7 +54,9 @@ def write_report(settings: Settings) -> Path:
 
 def report_text(numbers: Mapping[str, Any]) -> str:
     """Return the report of the numbers of `report.json` as Markdown."""
-    parts = [f"# {numbers['experiment']}", models_table(numbers), _NOTES]
+    parts = [f"# {numbers['experiment']}"]
+    if any(_is_compared(model) for model in numbers["models"]):
+        parts += [models_table(numbers), _NOTES]
     if any(model["policy"] != "auto" for model in numbers["models"]):
         parts.append(_POLICY_NOTE)
     parts += ["## Training", _trainings(numbers["trainings"])]
@@ -69,6 +71,11 @@ def report_text(numbers: Mapping[str, Any]) -> str:
     if numbers["needles"]:
         parts += ["## Needles by length and depth", "![Needles found](needles.svg)"]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _is_compared(model: Mapping[str, Any]) -> bool:
+    """Return whether a model has numbers of its own; those of chains and seconds have tables."""
+    return any(model.get(part) for part in ("validation", "perplexity", "needles", "tasks"))
 
 
 def models_table(numbers: Mapping[str, Any]) -> str:

@@ -95,16 +95,20 @@ def test_a_record_without_chains_has_no_figure_of_them() -> None:
     assert figures({"needles": [], "chains": {"points": []}}) == {}
 
 
-def test_the_page_shows_the_record() -> None:
-    drawn = figures(json.loads(QWEN.read_text("utf-8")))
-    folder = ROOT / "docs" / "figures" / "qwen25_coder"
+@pytest.mark.parametrize(
+    ("record", "name", "page"),
+    [("", "qwen25_coder", "models.md"), ("_seconds", "qwen25_coder_seconds", "models/seconds.md")],
+)
+def test_a_page_shows_its_record(record: str, name: str, page: str) -> None:
+    drawn = figures(json.loads(QWEN.with_stem(QWEN.stem + record).read_text("utf-8")))
+    folder = ROOT / "docs" / "figures" / name
     assert {path.name for path in folder.iterdir()} == set(drawn)
-    page = (ROOT / "docs" / "models.md").read_text("utf-8")
-    for name, figure in drawn.items():
-        stored = (folder / name).read_text("utf-8")
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    for file, figure in drawn.items():
+        stored = (folder / file).read_text("utf-8")
         assert shown(stored) == shown(figure)
         assert re.findall(">([^<>]+)</text>", stored) == re.findall(">([^<>]+)</text>", figure)
-        assert f"(figures/qwen25_coder/{name})" in page
+        assert f"figures/{name}/{file})" in text
 
 
 def test_the_figures_of_a_stored_report_are_drawn(
