@@ -64,8 +64,8 @@ def test_the_page_compares_time_and_accuracy_of_the_record() -> None:
     of_gsm8k, of_humaneval = (
         [_share(measured, name, 16) for name in ("cr4", "cr8")] for measured in (gsm8k, humaneval)
     )
-    assert "Of GSM8K CR 4 takes {} and CR 8 {}.".format(*of_gsm8k) in text
-    assert "last 64 of them: CR 4 takes {}, and CR 8 {}.".format(*of_humaneval) in text
+    assert "Of GSM8K CR 4 takes {} and CR 8 {},".format(*of_gsm8k) in text
+    assert "fewer than 100 tokens, CR 4 takes {} and CR 8 {}.".format(*of_humaneval) in text
     assert f"{one} {_share(math500, 'cr8', 1)} on MATH-500" in text
     assert all(_overlap(measured, name) for measured in (gsm8k, humaneval) for name in MODELS)
     assert not _overlap(math500, "cr8")
@@ -132,6 +132,21 @@ def test_the_page_compares_time_tokens_and_speed_of_smollm2() -> None:
     assert f"take {min(times):.2f} to {max(times):.2f} of the original's time" in text
     assert f"{min(speeds):.1f} to {max(speeds):.1f} times as many tokens per second" in text
     assert f"{min(tokens):.2f} to {max(tokens):.2f} of its tokens" in text
+
+
+def test_the_page_has_the_reads_of_the_other_run() -> None:
+    points = record("qwen25_coder_0_5b.json")["chains"]["points"]
+    reads = {
+        (p["task"], p["model"]): p["kv_reads"]
+        for p in points
+        if (p["chains"], p["length"]) == (16, 1)
+    }
+    for task, sentence in (
+        ("gsm8k", "CR 4 reads {} of the original's KV on GSM8K and CR 8 {},"),
+        ("math500", "on MATH-500 {} and {} (in"),
+    ):
+        shares = [reads[task, name] / reads[task, "original"] for name in ("cr4", "cr8")]
+        assert sentence.format(*(f"{share:.2f}" for share in shares)) in page_text(PAGE)
 
 
 def test_the_page_has_the_tokens_that_a_cache_holds() -> None:
