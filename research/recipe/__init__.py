@@ -2,7 +2,12 @@
 
 from benchmarks.records import Table
 
+_SECONDS = "docs/models/seconds.md"
 _MEASURED = ("dms_train/method", "dms_train/training", "dms_train/inference/policies")
+_TIMED = (
+    *("dms_train/method", "dms_train/training", "dms_train/inference", "dms_train/kernels"),
+    "research/wall_clock.py",
+)
 _PAGES = {
     "docs/models.md": (
         "nvidia_h200/smollm2_135m.json",
@@ -10,7 +15,7 @@ _PAGES = {
         "*/qwen25_coder_0_5b_p*.json",  # policies, perplexity and prompts
         "*/qwen25_coder_0_5b_textbooks.json",
     ),
-    "docs/models/seconds.md": ("*/*_seconds.json",),
+    _SECONDS: ("*/*_seconds.json",),
     "docs/models/settings.md": ("*/smollm2_sweep*.json",),
     "docs/models/earlier_runs.md": (
         "nvidia_h100*/smollm2_135m.json",
@@ -22,5 +27,7 @@ _PAGES = {
     ),
 }
 TABLES = tuple(
-    Table(pattern, page, _MEASURED) for page, patterns in _PAGES.items() for pattern in patterns
+    Table(pattern, page, _TIMED if page == _SECONDS else _MEASURED)
+    for page, patterns in _PAGES.items()
+    for pattern in patterns
 )

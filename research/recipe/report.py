@@ -57,8 +57,8 @@ def report_text(numbers: Mapping[str, Any]) -> str:
     parts = [f"# {numbers['experiment']}"]
     if any(_is_compared(model) for model in numbers["models"]):
         parts += [models_table(numbers), _NOTES]
-    if any(model["policy"] != "auto" for model in numbers["models"]):
-        parts.append(_POLICY_NOTE)
+        if any(model["policy"] != "auto" for model in numbers["models"]):
+            parts.append(_POLICY_NOTE)
     parts += ["## Training", _trainings(numbers["trainings"])]
     if numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
         parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
@@ -74,7 +74,7 @@ def report_text(numbers: Mapping[str, Any]) -> str:
 
 
 def _is_compared(model: Mapping[str, Any]) -> bool:
-    """Return whether a model has numbers of its own; those of chains and seconds have tables."""
+    """Return whether a model has numbers for `models_table`; chains and seconds have their own."""
     return any(model.get(part) for part in ("validation", "perplexity", "needles", "tasks"))
 
 

@@ -17,7 +17,7 @@ _BUDGETS = "1-1,1-4,1-16"  # tokens of a chain in units of 1,024, and chains of 
 _PROBLEMS = 100
 _CACHE_BYTES = 256_000_000
 _ROWS = 512  # chains at the same time, if they fit into the cache
-_WORKERS = 16  # processes that compare answers or run programs after the clock stops
+_WORKERS = 8  # processes that compare answers or run programs after the clock stops
 
 
 def seconds_steps(settings: Settings, before: Sequence[str]) -> list[Step]:

@@ -15,7 +15,8 @@ from tests.research.models_page import page_rows, page_text, record
 
 PAGE = "docs/models/seconds.md"
 TASKS = {"GSM8K": "gsm8k", "MATH-500": "math500", "HumanEval": "humaneval"}
-MODELS = ("original", "cr4", "cr8")
+CR = {"original": 1.0, "cr4": 4.0, "cr8": 8.0}
+MODELS = tuple(CR)
 CHAINS = (1, 4, 16)
 CASES = {"Qwen": "qwen25_coder_0_5b_seconds.json", "SmolLM2": "smollm2_135m_seconds.json"}
 
@@ -38,7 +39,12 @@ def _measured(task: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the budgets by model and chains, all of them with the settings of the page."""
     given = task["settings"]
     assert (given["problems"], given["repeats"], given["cache_bytes"]) == (100, 3, 256_000_000)
-    assert (given["max_num_seqs"], given["sampling"]["top_p"]) == (512, 0.95)
+    assert (given["max_num_seqs"], given["policy"]) == (512, {"name": "auto"})
+    assert (given["sampling"]["temperature"], given["sampling"]["top_p"]) == (0.7, 0.95)
+    assert given["prompt_format"].startswith("template")
+    assert {name: model["cr"] for name, model in task["models"].items()} == {
+        name: CR[name] for name in task["models"]
+    }
     budgets = {
         (name, each["width"]): each
         for name, model in task["models"].items()
@@ -56,30 +62,77 @@ def _cells(found: Mapping[str, Any] | None) -> list[str]:
     return [f"{100 * found['accuracy']:.1f}", seconds, f"{found['tokens_s']:,}"]
 
 
-def test_the_page_compares_time_and_accuracy_of_the_record() -> None:
+@pytest.mark.parametrize("model", CASES)
+def test_the_page_names_where_the_record_was_measured(model: str) -> None:
+    found, text = record(CASES[model]), page_text(PAGE)
+    assert found["device"] == "NVIDIA H200"
+    assert text.count(f"Measured at: {found['commit'][:7]}, {found['date']}.") == len(CASES)
+    header = "| task, chains | original: solved, % | seconds | tokens/s | CR 4: solved, %"
+    assert text.count(header) == len(CASES)
+
+
+def test_the_page_has_the_settings_of_the_record() -> None:
+    settings = record(CASES["Qwen"])["seconds"]["gsm8k"]["settings"]
+    assert (
+        f"The original and [exports of DMS](../models.md) answer the first {settings['problems']} "
+        "problems of a task with the same bytes of cache. The problems are submitted together, and "
+        "as many chains run at the same time as fit into "
+        f"{settings['cache_bytes'] / 1e6:.0f} MB, at most {settings['max_num_seqs']}. Chains have "
+        f"at most 1,024 tokens, sampled at temperature {settings['sampling']['temperature']} with "
+        f"`top_p={settings['sampling']['top_p']}`; a chain that is cut off is wrong. Seconds are "
+        "the median of three repetitions"
+    ) in page_text(PAGE)
+
+
+def test_the_page_compares_time_and_speed_of_the_record() -> None:
     text, found = page_text(PAGE), record(CASES["Qwen"])["seconds"]
     gsm8k, math500, humaneval = (_measured(found[task]) for task in TASKS.values())
-    many, one = "With 16 chains of MATH-500", "With single chains CR 8 takes"
-    assert f"{many}, CR 8 takes {_share(math500, 'cr8', 16)} of the original's time" in text
-    of_gsm8k, of_humaneval = (
-        [_share(measured, name, 16) for name in ("cr4", "cr8")] for measured in (gsm8k, humaneval)
-    )
-    assert "Of GSM8K CR 4 takes {} and CR 8 {},".format(*of_gsm8k) in text
-    assert "fewer than 100 tokens, CR 4 takes {} and CR 8 {}.".format(*of_humaneval) in text
-    assert f"{one} {_share(math500, 'cr8', 1)} on MATH-500" in text
-    assert all(_overlap(measured, name) for measured in (gsm8k, humaneval) for name in MODELS)
-    assert not _overlap(math500, "cr8")
-    own, lines = ([_accuracies(gsm8k)[at][name] for name in ("cr4", "cr8")] for at in (0, 1))
-    assert "CR 4 and CR 8 solve {} and {} % of GSM8K".format(*own) in text
-    assert "original's line in the figure has {} and {} %".format(*lines) in text
-    own, lines = _accuracies(math500)
-    assert f"CR 8 solves {own['cr8']} %, and the line has {lines['cr8']} %" in text
-    own, lines = _accuracies(humaneval)
-    assert f"CR 4 passes {own['cr4']} % of HumanEval and CR 8 {own['cr8']} %" in text
-    assert f"where the line has {lines['cr4']} and {lines['cr8']} %" in text
+    assert (
+        f"With 16 chains CR 8 takes {_share(math500, 'cr8', 16)} of the original's time, and "
+        f"generates {_faster(math500, 'cr8')} times as many tokens per second."
+    ) in text
+    assert (
+        f"With 16 chains CR 4 takes {_share(gsm8k, 'cr4', 16)} of the original's time and CR 8 "
+        f"{_share(gsm8k, 'cr8', 16)}. They generate {_faster(gsm8k, 'cr4')} and "
+        f"{_faster(gsm8k, 'cr8')} times as many tokens per second. Answers of CR 8 have "
+        f"{_tokens(gsm8k, 'cr8', 16):.0f} tokens on average, and those of the original "
+        f"{_tokens(gsm8k, 'original', 16):.0f}."
+    ) in text
+    lengths = [_tokens(humaneval, name, chains) for name, chains in humaneval]
+    assert f"Answers have {min(lengths):.0f} to {max(lengths):.0f} tokens on average" in text
+    assert all(_overlap(humaneval, name, chains) for name, chains in humaneval)
+    assert not _overlap(math500, "cr8", 16)
+    assert not _overlap(gsm8k, "cr4", 16)
+    speeds = [
+        f"{math500[name, chains]['tokens_s']:,}"
+        for name in ("original", "cr8")
+        for chains in (1, 4)
+    ]
+    assert (
+        "the original generates {} tokens per second with one chain of a problem, and {} with "
+        "four. CR 8 generates {} and {}."
+    ).format(*speeds) in text
+
+
+def test_the_page_compares_accuracy_at_equal_time() -> None:
+    text, found = page_text(PAGE), record(CASES["Qwen"])["seconds"]
+    gsm8k, math500, humaneval = (_measured(found[task]) for task in TASKS.values())
+    own, line = _accuracies(gsm8k)
+    assert (
+        f"CR 4 and CR 8 solve {own['cr4']} and {own['cr8']} % of GSM8K, and the original "
+        f"{line['cr4']} and {line['cr8']} % in these times"
+    ) in text
+    own, line = _accuracies(math500)
+    assert f"CR 8 solves {own['cr8']} % of MATH-500, and the original {line['cr8']} %." in text
+    own, line = _accuracies(humaneval)
+    assert f"CR 4 solves {own['cr4']} % of HumanEval, and the original {line['cr4']} %." in text
+    assert f"it solves {own['cr8']} %, and the original {line['cr8']} %." in text
     single = [f"{100 * humaneval[name, 1]['accuracy']:.1f}" for name in ("cr8", "original")]
-    chains = "At CR 8, {} % of single chains pass HumanEval, and of the original's {} %"
-    assert chains.format(*single) in text
+    assert ("At CR 8 {} % of single chains pass HumanEval, and {} % of the original's do.").format(
+        *single
+    ) in text
+    # the standard error of a share of 100 problems is largest at one half
+    assert f"standard error is up to {100 * math.sqrt(0.25 / 100):.0f} points" in text
 
 
 def _share(measured: Mapping[tuple[str, int], Any], name: str, chains: int) -> str:
@@ -87,9 +140,19 @@ def _share(measured: Mapping[tuple[str, int], Any], name: str, chains: int) -> s
     return f"{share:.2f}"
 
 
-def _overlap(measured: Mapping[tuple[str, int], Any], name: str) -> bool:
-    """Return whether the repetitions of single chains overlap with those of the original."""
-    one, other = measured[name, 1], measured["original", 1]
+def _faster(measured: Mapping[tuple[str, int], Any], name: str) -> str:
+    return f"{measured[name, 16]['tokens_s'] / measured['original', 16]['tokens_s']:.2f}"
+
+
+def _tokens(measured: Mapping[tuple[str, int], Any], name: str, chains: int) -> float:
+    """Return the mean tokens of a chain."""
+    found = measured[name, chains]
+    return float(found["tokens_s"] * found["seconds"] / (100 * chains))
+
+
+def _overlap(measured: Mapping[tuple[str, int], Any], name: str, chains: int) -> bool:
+    """Return whether the seconds of repetitions overlap with those of the original."""
+    one, other = measured[name, chains], measured["original", chains]
     return bool(
         one["seconds_least"] <= other["seconds_most"]
         and other["seconds_least"] <= one["seconds_most"]
@@ -131,22 +194,16 @@ def test_the_page_compares_time_tokens_and_speed_of_smollm2() -> None:
     tokens = [time * speed for time, speed in zip(times, speeds, strict=True)]
     assert f"take {min(times):.2f} to {max(times):.2f} of the original's time" in text
     assert f"{min(speeds):.1f} to {max(speeds):.1f} times as many tokens per second" in text
-    assert f"{min(tokens):.2f} to {max(tokens):.2f} of its tokens" in text
+    assert f"answers have {min(tokens):.2f} to {max(tokens):.2f} of the original's tokens" in text
 
 
-def test_the_page_has_the_reads_of_the_other_run() -> None:
-    points = record("qwen25_coder_0_5b.json")["chains"]["points"]
-    reads = {
-        (p["task"], p["model"]): p["kv_reads"]
-        for p in points
-        if (p["chains"], p["length"]) == (16, 1)
-    }
-    for task, sentence in (
-        ("gsm8k", "CR 4 reads {} of the original's KV on GSM8K and CR 8 {},"),
-        ("math500", "on MATH-500 {} and {} (in"),
-    ):
-        shares = [reads[task, name] / reads[task, "original"] for name in ("cr4", "cr8")]
-        assert sentence.format(*(f"{share:.2f}" for share in shares)) in page_text(PAGE)
+def test_the_page_says_on_which_tasks_equal_reads_solve_more() -> None:
+    margins = record("qwen25_coder_0_5b.json")["chains"]["margins"]
+    least = {m["task"]: m["interval"][0] for m in margins if m["cost"] == "KV reads"}
+    assert {task for task, low in least.items() if low > 0} == {"MATH 500", "HumanEval"}
+    assert least["GSM8K"] <= 0
+    text = page_text(PAGE)
+    assert "solve more of MATH-500 and HumanEval than the original. The interval of GSM8K" in text
 
 
 def test_the_page_has_the_tokens_that_a_cache_holds() -> None:
@@ -154,7 +211,7 @@ def test_the_page_has_the_tokens_that_a_cache_holds() -> None:
     text = page_text(PAGE)
     for layers, heads, size in ((24, 2, 64), (30, 3, 64)):
         held = 256_000_000 // (layers * heads * size * 2 * 2)
-        assert f"the original holds {held:,} tokens" in text
+        assert f"room for at most {held:,} tokens of the original" in text
 
 
 def test_a_record_of_seconds_alone_prints_no_empty_table() -> None:
