@@ -64,7 +64,7 @@ def report_text(numbers: Mapping[str, Any]) -> str:
         parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
         named = chain_tasks(numbers)
         parts += [f"![{name}: accuracy against KV reads](chains_{name}.svg)" for name in named]
-    if numbers.get("seconds"):  # records before 2026-11-30 have none
+    if numbers.get("seconds"):  # older records have none
         parts += ["## Accuracy against seconds", seconds_text(numbers["seconds"])]
         named = seconds_tasks(numbers)
         parts += [f"![{name}: accuracy against seconds](seconds_{name}.svg)" for name in named]

@@ -211,7 +211,7 @@ def test_the_page_has_the_tokens_that_a_cache_holds() -> None:
     text = page_text(PAGE)
     for layers, heads, size in ((24, 2, 64), (30, 3, 64)):
         held = 256_000_000 // (layers * heads * size * 2 * 2)
-        assert f"room for at most {held:,} tokens of the original" in text
+        assert f"holds at most {held:,} tokens of the original" in text
 
 
 def test_a_record_of_seconds_alone_prints_no_empty_table() -> None:
