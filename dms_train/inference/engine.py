@@ -449,8 +449,11 @@ class InferenceEngine:
                 decoding.append(sequence)
             else:
                 rest.append((sequence, count))
-        steps = self._scheduler.burst_steps(plan) if self._can_burst(decoding, rest) else 1
-        self._launched = [self._runner.launch(decoding, steps)] if decoding else []
+        self._launched = []
+        if decoding:
+            bursts = self._can_burst(decoding, rest)
+            steps = self._scheduler.burst_steps(plan, decoding) if bursts else 1
+            self._launched = [self._runner.launch(decoding, steps)]
         host_knows_tokens = not any(sequence.num_inflight_tokens for sequence, _ in rest)
         if rest and host_knows_tokens and self._runner.can_sample_all(rest):
             self._launched.append(self._runner.launch_pass(rest))

@@ -161,7 +161,7 @@ class DecodeGraphs:
             inputs: Inputs of k steps; k is 1 or the `steps` of this object.
         """
         k, _, b = inputs.fields.shape
-        self._cache.prepare(b * self._cache.pages_of_steps(k))
+        self._cache.prepare_steps(inputs.rows[0].tolist(), k)
         self._turn = (self._turn + 1) % _IN_FLIGHT
         captured = self._graphs_of(_Kind(1 << _power(b), k, inputs.limited))[self._turn]
         sent, received = captured.sent.numpy(), captured.received

@@ -59,9 +59,12 @@ class KVCacheManager:
         """Return the most shared pages of a batch slot that its next tokens cause to be copied."""
         return self._cache.most_copies(batch_slot, tokens)
 
-    def pages_of_steps(self, steps: int) -> int:
-        """Return the most pages of a KV list that steps of one token each take or copy."""
-        return self._cache.pages_of_steps(steps)
+    def pages_of_steps(self, batch_slots: list[int], steps: int, spare: int) -> int:
+        """Return the most pages that steps of one token each take; copy shared pages before."""
+        cache = self._cache.capturable
+        assert cache is not None
+        cache.own_changing_pages(batch_slots, spare)
+        return sum(cache.pages_of_steps(row, steps) for row in batch_slots)
 
     def free(self, batch_slot: int) -> None:
         """Free the cache of a batch slot."""

@@ -95,8 +95,14 @@ class CacheManager(Protocol[StateIn]):
         """Return the most tokens that the next step may compute; None for no limit."""
         ...
 
-    def pages_of_steps(self, steps: int) -> int:
-        """Return the most pages of a KV list that steps of one token each take or copy."""
+    def pages_of_steps(self, batch_slots: list[int], steps: int, spare: int) -> int:
+        """Return the most pages that decode steps of one token each take or copy.
+
+        Args:
+            batch_slots: Batch slots that take part in every step.
+            steps: Number of steps.
+            spare: Most pages to copy shared pages into now, so that the steps need fewer.
+        """
         ...
 
     def free(self, batch_slot: int) -> None:
@@ -267,16 +273,24 @@ class Scheduler(Generic[State]):
         step.admit_waiting()
         return step.plan
 
-    def burst_steps(self, plan: Schedule[State]) -> int:
-        """Return the number of decode steps that the batch of a plan may take in one burst.
+    def burst_steps(self, plan: Schedule[State], decoding: Collection[State]) -> int:
+        """Return the number of decode steps that sequences may take in one burst.
+
+        Args:
+            plan: The next step.
+            decoding: Those of its sequences that compute one token.
 
         Returns:
             `SchedulerLimits.decode_steps`, or 1 if the free pages may not suffice for them.
         """
-        steps, cache_manager = self.limits.decode_steps, self.cache_manager
-        further = cache_manager.pages_of_steps(steps) - cache_manager.pages_of_steps(1)
-        pages = plan.pages + further * self.limits.kv_lists * len(plan.batch)
-        return steps if pages <= cache_manager.free_pages(0) else 1
+        steps = self.limits.decode_steps
+        if steps == 1:
+            return 1
+        slots = [s.batch_slot for s in decoding if s.batch_slot is not None]
+        spare = int(self.cache_manager.free_pages(0)) - plan.pages
+        others = plan.pages - self.limits.kv_lists * len(decoding)
+        pages = others + self.cache_manager.pages_of_steps(slots, steps, spare)
+        return steps if pages <= self.cache_manager.free_pages(0) else 1
 
 
 class _Step(Generic[State]):
@@ -318,7 +332,6 @@ class _Step(Generic[State]):
             raise RuntimeError("no batch slot is left, because none of them could be freed")
         if not scheduler.waiting or (scheduler.full and self._idle() is None):
             return
-        reserve = _WATERMARK * (self._limits.pages or 0)
         promised = self._promised_pages()
         for sequence in scheduler.waiting.copy():
             if not self._may_run(sequence) or sequence.awaits_prefix_leader:
@@ -327,7 +340,7 @@ class _Step(Generic[State]):
             if leader is not None and self._may_run(leader):
                 continue
             growth = scheduler.expected_growth(sequence)
-            least = math.ceil(growth + promised + reserve)
+            least = math.ceil(growth + promised + self._headroom())
             while self._free(least) < least and self._cache_manager.reclaim(sequence):
                 pass
             full = self._free(least) < least or self._budget == 0
@@ -340,6 +353,12 @@ class _Step(Generic[State]):
             planned = self.plan.pages
             self._plan_tokens(sequence)
             promised += max(0, growth - (self.plan.pages - planned))
+
+    def _headroom(self) -> float:
+        """Return the pages to leave free: the share of a burst's pages that is expected to stay."""
+        burst = self._limits.most_pages(self._limits.decode_steps)
+        taken = burst * (len(self._scheduler.admitted) + 1) * self._scheduler.survival
+        return max(_WATERMARK * (self._limits.pages or 0), taken)
 
     def _free(self, least: int) -> float:
         """Return the free pages that the batch does not take; a lower bound from `least` on."""

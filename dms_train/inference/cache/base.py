@@ -32,10 +32,6 @@ class HostDrivenCache:
     def note_empty(self, row: int) -> None:
         """Do nothing: the cache records nothing about rows on the host."""
 
-    def pages_of_steps(self, steps: int) -> int:
-        """Return `steps`: each step takes at most one page of a KV list."""
-        return steps
-
     def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
         """Return an empty context: a pass takes pages when it needs them."""
         return nullcontext()

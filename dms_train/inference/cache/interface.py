@@ -266,13 +266,6 @@ class KVCache(Protocol):
         """Record on the host that a row was freed; by default there is nothing to record."""
         ...
 
-    def pages_of_steps(self, steps: int) -> int:
-        """Return the most pages of a KV list that steps of one token take or copy.
-
-        By default, every step takes one.
-        """
-        ...
-
     def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
         """Reserve the pages of the forward pass inside; by default there are none.
 
@@ -319,8 +312,21 @@ class CapturableCache(KVCache, Protocol):
         """Return the pages that were reserved or taken since the beginning."""
         ...
 
-    def prepare(self, sequences: int, tokens: int = 1) -> None:
-        """Reserve pages for `tokens` more tokens of each of `sequences` sequences, in all layers.
+    def pages_of_steps(self, row: int, steps: int) -> int:
+        """Return the most pages that steps of one token each of a row take or copy."""
+        ...
+
+    def own_changing_pages(self, rows: list[int], spare: int) -> None:
+        """Copy the shared pages that decode steps may change, so that bursts need fewer pages.
+
+        Args:
+            rows: Rows of the next steps.
+            spare: Most pages to take.
+        """
+        ...
+
+    def prepare_steps(self, rows: list[int], steps: int) -> None:
+        """Reserve pages for steps of one token each of rows, in all layers.
 
         Raises:
             RuntimeError: Too few pages are free.

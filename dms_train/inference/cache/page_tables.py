@@ -32,6 +32,7 @@ class PageTables:
         lengths: int32 [layers, rows, h], slots in use.
         shared_pages: Upper bound of the shared pages of each row. Snapshots set it, and the caller
             that frees the row resets it.
+        copying: Rows whose decode steps may store tokens in shared pages, which they copy first.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PageTables:
         self._numbers = numbers.view(layers, rows, heads)
         self._nothing = torch.zeros_like(self.lengths).view(-1)
         self.shared_pages = [0] * rows
+        self.copying: set[int] = set()
 
     def numbers(self, layer: int, rows: Tensor) -> Tensor:
         """Return the numbers of the lists of rows [b] in a layer: int64 [b * h]."""
@@ -80,27 +82,35 @@ class PageTables:
         )
         return self.tables[layer, rows]
 
-    def copy_on_write(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
+    def share(self, row: int, count: int) -> None:
+        """Record that a row shares at most `count` pages with a snapshot."""
+        self.shared_pages[row] = count
+        self.copying.add(row)
+
+    def note_empty(self, row: int) -> None:
+        """Record that a row shares no pages."""
+        self.shared_pages[row] = 0
+        self.copying.discard(row)
+
+    def all_numbers(self, rows: Tensor) -> Tensor:
+        """Return the numbers of the lists of rows [b] in all layers: int64 [layers * b * h]."""
+        return self._numbers[:, rows].flatten()
+
+    def copy_on_write(self, lists: Tensor, changed: Tensor) -> None:
         """Copy shared pages before they change; pages for the copies are reserved.
 
         Args:
-            layer: Layer number.
-            rows: int64 [b].
-            lists: Their `numbers`.
-            changed: Pages that are written, bool [b, h, p].
-
-        Returns:
-            Page tables of the rows afterwards, int32 [b, h, p].
+            lists: `numbers` or `all_numbers` [k].
+            changed: Pages that are written, bool [k, p].
         """
         dispatch.triton_kernels().copy_shared_pages(
             self.tables.flatten(0, 2),
             self.lengths.view(-1),
-            changed.flatten(0, 1),
+            changed,
             lists,
             self.pool.pages,
             self.pool.free,
         )
-        return self.tables[layer, rows]
 
     def release(self, lists: Tensor, lengths: Tensor) -> None:
         """Set the lengths of lists, int32 [n], and release the pages after them."""
@@ -108,7 +118,7 @@ class PageTables:
 
     def free(self, rows: Tensor) -> None:
         """Release all pages of these rows, int64 [b]."""
-        lists = self._numbers[:, rows].flatten()
+        lists = self.all_numbers(rows)
         self.release(lists, self._nothing[: len(lists)])
 
     def free_copies(self, tables: Tensor, lengths: Tensor) -> None:

@@ -24,6 +24,7 @@ from dms_train.inference.cache.linear_states import LinearStates
 from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
+from dms_train.inference.cache.shared_pages import own_changing_pages
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies import kernel_rules as rules
 from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, find_kernel_rule
@@ -189,7 +190,7 @@ class PagedKVCache:
     def most_copies(self, row: int, tokens: int) -> int:
         """Return the shared pages of a row; 0 for one token, which takes or copies one page."""
         if not self.pool.sharing:  # no page has several holders now
-            self.lists.shared_pages[row] = 0
+            self.lists.note_empty(row)
         return 0 if tokens == 1 else self.lists.shared_pages[row]
 
     def snapshot(self, row: int) -> PagedSnapshot:
@@ -224,7 +225,7 @@ class PagedKVCache:
 
     def note_empty(self, row: int) -> None:
         """Record that a freed row shares no pages."""
-        self.lists.shared_pages[row] = 0
+        self.lists.note_empty(row)
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
@@ -360,7 +361,8 @@ class PagedKVCache:
             size = self.pool.page_slots
             changed = kernels.changed_pages(before.lengths, before.slots, table.shape[-1], size)
             if self.pool.sharing:
-                table = self.lists.copy_on_write(layer, rows, lists, changed)
+                self.lists.copy_on_write(lists, changed.flatten(0, 1))
+                table = self.lists.tables[layer, rows]
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
             output = self._extend_prompt(layer, tokens, chunk, before, content)
@@ -430,9 +432,25 @@ class PagedKVCache:
         layers, rows, heads = self.lists.lengths.shape
         return layers, rows, heads
 
-    def pages_of_steps(self, steps: int) -> int:
-        """Return the most pages of a KV list that steps of one token take or copy."""
-        return steps if self.pool.sharing else self._pages_of(steps)
+    def pages_of_steps(self, row: int, steps: int) -> int:
+        """Return the most pages that steps of one token each of a row take or copy."""
+        layers, _, heads = self.lists_shape
+        copies = self.pool.sharing and row in self.lists.copying
+        return layers * heads * (steps if copies else self._pages_of(steps))
+
+    def own_changing_pages(self, rows: list[int], spare: int) -> None:
+        """Copy the shared pages that decode steps may change, so that bursts need fewer pages."""
+        if self.pool.sharing:
+            own_changing_pages(self.lists, self._evicting_rings(), rows, spare)
+
+    def _evicting_rings(self) -> list[tuple[list[int], Tensor]]:
+        """Return layers that evict tokens, with their rings, int32 [layers, rows, h, w + 1]."""
+        layers = list(range(len(self._rings)))
+        return [] if self._rule.source == NEVER else [(layers, self._rings)]
+
+    def prepare_steps(self, rows: list[int], steps: int) -> None:
+        """Reserve pages for steps of one token each of rows."""
+        self.pool.reserve(sum(self.pages_of_steps(row, steps) for row in rows))
 
     def prepare(self, sequences: int, tokens: int = 1) -> None:
         """Reserve slots for `tokens` more tokens of `sequences` sequences, in all layers."""
@@ -448,6 +466,8 @@ class PagedKVCache:
         """
         layers, _, heads = self.lists_shape
         taken = layers * heads * sum(self._pages_of(tokens) for _, tokens in parts)
+        prompts = [row for row, tokens in parts if tokens > 1]
+        self.lists.copying.update(row for row in prompts if self.lists.shared_pages[row])
         self.pool.reserve(taken + sum(self.most_copies(row, tokens) for row, tokens in parts))
         self._reserves = False
         try:

@@ -162,6 +162,9 @@ class BudgetPagedCache(PagedKVCache):
         """Return the shared pages of a row; the last token of a prompt may rewrite all of them."""
         return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
 
+    def own_changing_pages(self, rows: list[int], spare: int) -> None:
+        """Do nothing: a step may change any page."""
+
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""
         self._requests.assign(row, sizes)
@@ -445,7 +448,8 @@ class BudgetPagedCache(PagedKVCache):
         table = self._allocate(layer, rows, lists, torch.maximum(counts, before).flatten(), pages)
         if self.pool.sharing:
             written = self.lists.places() < self.lists.pages(counts)[..., None]
-            table = self.lists.copy_on_write(layer, rows, lists, written & changed[..., None])
+            self.lists.copy_on_write(lists, (written & changed[..., None]).flatten(0, 1))
+            table = self.lists.tables[layer, rows]
         most = min(slots.position.shape[-1], table.shape[-1] * size)
         column = torch.arange(most, device=rows.device)
         order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)

@@ -46,6 +46,11 @@ class LocalPagedCache(PagedKVCache):
             return self._local_rings[self._local[layer]]
         return super()._ring(layer)
 
+    def _evicting_rings(self) -> list[tuple[list[int], Tensor]]:
+        layers = [layer for layer in range(len(self._rings)) if layer not in self._local]
+        others = [(layers, rings[layers]) for _, rings in super()._evicting_rings()]
+        return [*others, (list(self._local), self._local_rings)]
+
     def _layer_rule(self, layer: int) -> Decisions:
         return Decisions(ALWAYS) if layer in self._local else super()._layer_rule(layer)
 

@@ -56,4 +56,4 @@ class PagedSnapshot:
         """Record that a row and this snapshot hold the same pages."""
         pages = self._tables[0].flatten()
         self._lists.pool.share(pages, (pages != 0).int())
-        self._lists.shared_pages[row] = self._count
+        self._lists.share(row, self._count)

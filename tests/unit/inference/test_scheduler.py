@@ -65,8 +65,10 @@ class SimulatedCache:
     def most_copies(self, row: int, tokens: int) -> int:
         return min(self.shared.get(row, 0), self.limits.kv_lists if tokens == 1 else 10**9)
 
-    def pages_of_steps(self, steps: int) -> int:
-        return steps if self.sharing else -(-steps // self.limits.page_slots)
+    def pages_of_steps(self, rows: list[int], steps: int, spare: int) -> int:
+        self.spare = spare
+        each = steps if self.sharing else -(-steps // self.limits.page_slots)
+        return each * self.limits.kv_lists * len(rows)
 
     def max_tokens(self, state: SequenceState) -> int | None:
         return self.most.get(id(state))
@@ -385,19 +387,40 @@ def test_a_snapshot_is_released_before_a_sequence_is_preempted():
 @pytest.mark.parametrize(("sharing", "needed"), [(True, 24), (False, 6)])
 def test_a_decode_burst_needs_its_pages(sharing, needed):
     """Four tokens of a KV list copy a shared page each, or fill one page of four slots."""
-    cache = SimulatedCache(limits(pages=12 + needed - 1, decode_steps=4), survival=1.0)
-    cache.sharing = sharing
+    cache = SimulatedCache(limits(pages=1000, decode_steps=4), survival=1.0)
+    cache.sharing, scheduler = sharing, cache.scheduler
     states = [sequence(0, 5, max_total_tokens=30), sequence(1, 6, max_total_tokens=30)]
     for state in states:
-        cache.scheduler.add(state)
-    cache.run(cache.scheduler.schedule(now=0.0))
+        scheduler.add(state)
+    cache.run(scheduler.schedule(now=0.0))
     for state in states:
         state.tokens.append(0)
-    assert cache.free_pages() == needed - 1
-    if sharing:
-        assert cache.scheduler.burst_steps(cache.scheduler.schedule(now=1.0)) == 1
-    cache.limits = cache.scheduler.limits = limits(pages=12 + needed, decode_steps=4)
-    assert cache.scheduler.burst_steps(cache.scheduler.schedule(now=1.0)) == 4
+    assert cache.used() == 12
+    scheduler.add(sequence(2, 5))
+    with_prompt = scheduler.schedule(now=1.0)  # it runs beside the burst
+    scheduler.remove(with_prompt.batch[-1][0])
+    for plan, beside in ((scheduler.schedule(now=2.0), 0), (with_prompt, 6)):
+        for missing, steps in ((1, 1), (0, 4)):
+            cache.limits = limits(pages=12 + needed + beside - missing)
+            assert scheduler.burst_steps(plan, states) == steps
+            assert cache.spare == needed - 6 - missing  # besides the pages of a single step
+
+
+@pytest.mark.parametrize(("survival", "admitted"), [(1.0, 4), (0.0, 6)])
+def test_admission_leaves_the_pages_of_a_burst(survival, admitted):
+    """A sequence takes two pages of each list: one is full, and the next token takes another.
+
+    A burst takes a third, unless its tokens are evicted.
+    """
+    pages = 3 * (4 * 3 if survival else 6 * 2) + 2
+    cache = SimulatedCache(limits(max_num_seqs=9, pages=pages, window=8, decode_steps=4), 1.0)
+    cache.scheduler.survival = survival
+    for arrival in range(9):
+        cache.scheduler.add(sequence(arrival, 8))
+    cache.scheduler.limits = limits(
+        max_num_seqs=9, pages=pages, window=8, decode_steps=4, max_num_batched_tokens=1000
+    )
+    assert len(cache.scheduler.schedule(now=0.0).admitted) == admitted
 
 
 def test_a_sequence_takes_part_in_steps_up_to_its_most_tokens():
