@@ -399,7 +399,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of equal logits the kernel leaves the last ones",
-        "dms_train/kernels/layers/triton_restrict.py",
+        "dms_train/kernels/layers/triton_rank.py",
         "(1 << TOKEN_BITS) - 1 - $TOKEN",
         "$TOKEN",
         "tests/unit/kernels/test_restrict.py::test_of_equal_logits_the_first_are_left",

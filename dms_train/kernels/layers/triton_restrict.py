@@ -1,19 +1,15 @@
 """Find the lowest-ranked token that top-k and top-p keep, ranking tokens by logit.
 
-The rank of a token is an integer. Its high bits order tokens by logit. Its low bits hold the number
-of the token, so that of equal logits the first one ranks highest. Top-k keeps all tokens from some
-rank upwards; top-p keeps the tokens among them from another rank upwards. Each kernel of the search
-tries 16 ranks: for each, it adds up the tokens, or their weights, from this rank upwards. The next
-kernel searches between two of these ranks. The first kernel tries ranks near the best logit, so
-that the others can skip most blocks of tokens. Weights are integers, so that their sums do not
-depend on the division of the work.
+Top-k keeps all tokens from some rank upwards; top-p keeps the tokens among them from another rank
+upwards. `triton_listed` finds these ranks for most sequences. The kernels of this module search the
+whole vocabulary for the others. Each of them tries 16 ranks: for each, it adds up the tokens, or
+their weights, from this rank upwards. The next kernel searches between two of these ranks. The
+first kernel tries ranks near the best logit, so that the others can skip most blocks of tokens.
 
 Shape letters: b sequences, p parts of the vocabulary.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,55 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from dms_train.kernels.launch import can_overlap
-from dms_train.kernels.layers.types import WEIGHT_BITS, RestrictWorkspace, SamplingLimits
+from dms_train.kernels.layers.triton_listed import LISTED, search_listed
+from dms_train.kernels.layers.triton_rank import (
+    BLOCK,
+    PARTS,
+    Order,
+    best_of,
+    parts_of,
+    rank_of,
+    weight_of,
+)
+from dms_train.kernels.layers.types import RestrictWorkspace, SamplingLimits
 
-_ONE = tl.constexpr(float(2**WEIGHT_BITS))
 _BITS = 4  # found by one kernel
 _STEPS = tl.constexpr(2**_BITS)
-BLOCK = 1024  # tokens
-_PARTS = 128  # most programs of a sequence
 _PROGRAMS = 2048  # approximate number in total, if sequences have several programs
-_ZERO_BITS = {torch.float16: 13, torch.bfloat16: 16}  # trailing zeros of a logit as float32
-
-
-class Order(NamedTuple):
-    """Composition of ranks.
-
-    Attributes:
-        zero_bits: Trailing zero bits of every logit as float32.
-        token_bits: Bits of the number of a token.
-        first: Lowest rank, a negative number.
-    """
-
-    zero_bits: int
-    token_bits: int
-    first: int
-
-    @classmethod
-    def of(cls, logits: Tensor) -> Order:
-        """Return the composition for logits [b, vocab]."""
-        zero_bits, token_bits = _ZERO_BITS.get(logits.dtype, 0), (logits.shape[1] - 1).bit_length()
-        return cls(zero_bits, token_bits, -(1 << (31 - zero_bits + token_bits)))
-
-    @property
-    def shifts(self) -> range:
-        """Shift of the bits found by each kernel after the first one."""
-        bits = 32 - self.zero_bits + self.token_bits
-        return range((bits - 1) // _BITS * _BITS, -1, -_BITS)
-
-
-@triton.jit
-def rank_of(logits, token, ZERO_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr):
-    """Return the ranks of tokens with these logits, float32; int64."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # 0 has one sign
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> ZERO_BITS
-    return (bits.to(tl.int64) << TOKEN_BITS) | ((1 << TOKEN_BITS) - 1 - token)
-
-
-@triton.jit
-def best_of(best_ptr, batch, PARTS: tl.constexpr):
-    """Return the largest logit of a sequence."""
-    return tl.max(tl.load(best_ptr + batch * PARTS + tl.arange(0, PARTS)), 0)
 
 
 @triton.jit
@@ -109,7 +71,7 @@ def _tried_ranks(
 def _narrow_kernel(
     logits_ptr,
     temperature_ptr,
-    rows_ptr,
+    open_ptr,
     limit_ptr,
     best_ptr,
     before_ptr,
@@ -131,12 +93,14 @@ def _narrow_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     batch, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    if tl.load(open_ptr + batch) == 0:
+        return
     limit, temperature = tl.load(limit_ptr + batch), tl.load(temperature_ptr + batch)
     if WEIGHED:
         lowest, limited = tl.load(before_ptr + batch), limit < 1
     else:
         lowest, limited = tl.full([], FIRST, tl.int64), limit > 0
-    if (tl.load(rows_ptr + batch) < 0) | (temperature <= 0) | (limited == 0):
+    if limited == 0:
         tl.store(lowest_ptr + batch, lowest)
         return
     if shift >= 0:
@@ -154,9 +118,7 @@ def _narrow_kernel(
         taken = (token < vocab) & (rank >= lowest)
         if tl.max(taken.to(tl.int32), 0) > 0:
             if WEIGHED:
-                score = logits.to(tl.float64) / temperature - best / temperature
-                score = tl.where(logits == top, 0.0, score)  # infinite logits too
-                amount = (tl.exp(score) * _ONE + 0.5).to(tl.int64)
+                amount = weight_of(logits, temperature, top)
             else:
                 amount = tl.full([BLOCK], 1, tl.int64)
             amount = tl.where(taken, amount, 0)
@@ -182,18 +144,17 @@ def _narrow_kernel(
         tl.store(arrived_ptr + batch, 0)
 
 
-def parts_of(vocab: int) -> int:
-    """Return the most programs of a sequence."""
-    return min(_PARTS, triton.next_power_of_2(triton.cdiv(vocab, BLOCK)))
-
-
 def restrict_workspace(sequences: int, device: torch.device) -> RestrictWorkspace:
     """Allocate scratch memory for this many sequences."""
     lowest = torch.zeros(2, sequences, dtype=torch.int64, device=device)
     return RestrictWorkspace(
-        best=torch.empty(sequences, _PARTS, device=device),
+        best=torch.empty(sequences, PARTS, device=device),
         lowest=lowest,
         least=torch.zeros_like(lowest[0]),
+        listed=torch.empty(sequences, LISTED, dtype=torch.int64, device=device),
+        near=torch.zeros(sequences, dtype=torch.int32, device=device),
+        total=torch.zeros_like(lowest[0]),
+        open=torch.zeros(sequences, dtype=torch.int32, device=device),
         sums=torch.zeros(sequences, 2**_BITS, dtype=torch.int64, device=device),
         arrived=torch.zeros(sequences, dtype=torch.int32, device=device),
     )
@@ -217,15 +178,18 @@ def restrict(
     """
     b, vocab = logits.shape
     overlap, order, num_parts = can_overlap(logits.device), Order.of(logits), parts_of(vocab)
-    constants = {"BLOCK": BLOCK, "PARTS": num_parts, "OVERLAP": overlap, "launch_pdl": overlap}
-    _best_kernel[(b, num_parts)](logits, memory.best, vocab, **constants)
+    constants = {"PARTS": num_parts, "OVERLAP": overlap, "launch_pdl": overlap}
+    ranks = {"ZERO_BITS": order.zero_bits, "TOKEN_BITS": order.token_bits}
+    _best_kernel[(b, num_parts)](logits, memory.best, vocab, BLOCK=BLOCK, **constants)
     programs = max(1, min(num_parts, _PROGRAMS // b))
+    shifts = range((order.bits - 1) // _BITS * _BITS, -1, -_BITS)
+    search_listed(logits, temperature, rows, limits, memory, programs)
     for weighed, limit in enumerate((limits.top_k, limits.top_p)):
-        for shift in (-1, *order.shifts):
+        for shift in (-1, *shifts):
             _narrow_kernel[(b, programs)](
                 logits,
                 temperature,
-                rows,
+                memory.open,
                 limit,
                 memory.best,
                 memory.lowest[0],
@@ -236,8 +200,8 @@ def restrict(
                 vocab,
                 shift,
                 WEIGHED=bool(weighed),
-                ZERO_BITS=order.zero_bits,
-                TOKEN_BITS=order.token_bits,
                 FIRST=order.first,
+                BLOCK=BLOCK,
+                **ranks,
                 **constants,
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dms_train.kernels.launch import can_overlap
 from dms_train.kernels.layers import triton_restrict
-from dms_train.kernels.layers.triton_restrict import BLOCK, Order, best_of, parts_of, rank_of
+from dms_train.kernels.layers.triton_rank import BLOCK, Order, best_of, parts_of, rank_of
 from dms_train.kernels.layers.types import SampleWorkspace, SamplingLimits
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 

@@ -94,6 +94,10 @@ class RestrictWorkspace(NamedTuple):
         best: float32 [b, p], the largest logit of each part of the vocabulary.
         lowest: int64 [2, b], the lowest rank kept by top-k, and by top-k and top-p together.
         least: int64 [b], the weight that top-p asks for.
+        listed: int64 [b, l], ranks of tokens near the best logit, in any order.
+        near: int32 [b], number of these tokens, which may exceed l; 0 between launches.
+        total: int64 [b], weight of all tokens; 0 between launches.
+        open: int32 [b], 1 where the whole vocabulary is searched.
         sums: int64 [b, 16], number or weight of the tokens from each tried rank on; 0 between
             launches.
         arrived: int32 [b], finished parts; 0 between launches.
@@ -102,6 +106,10 @@ class RestrictWorkspace(NamedTuple):
     best: Tensor
     lowest: Tensor
     least: Tensor
+    listed: Tensor
+    near: Tensor
+    total: Tensor
+    open: Tensor
     sums: Tensor
     arrived: Tensor
 

@@ -33,7 +33,7 @@ KINDS = [
 ]
 
 
-def sampled(logits: Tensor, params: list[SamplingParams], keys: Tensor) -> list[int]:
+def sampled(logits: Tensor, params: list[SamplingParams], keys: Tensor, memory=None) -> list[int]:
     """Return the tokens that the kernel draws for rows, each of them in use."""
     temperature, top_p, log_min_p = torch.tensor(
         [[p.temperature, p.top_p, p.log_min_p] for p in params], dtype=torch.float64, device=DEVICE
@@ -41,16 +41,23 @@ def sampled(logits: Tensor, params: list[SamplingParams], keys: Tensor) -> list[
     top_k = torch.tensor([p.top_k for p in params], device=DEVICE)
     rows = torch.arange(len(params), device=DEVICE)
     tokens, last = torch.full_like(rows, -7), torch.full_like(rows, -7)
-    memory = triton_sample.sample_workspace(len(params), DEVICE)
+    memory = memory or triton_sample.sample_workspace(len(params), DEVICE)
     limits = SamplingLimits(top_k, top_p, log_min_p)
     triton_sample.sample(
         logits, temperature, keys, rows, tokens=tokens, last=last, memory=memory, limits=limits
     )
     assert torch.equal(tokens, last)
     assert not memory.arrived.any()
-    assert not memory.restricted.arrived.any()
-    assert not memory.restricted.sums.any()
+    between_launches(memory.restricted)
     return tokens.tolist()
+
+
+def between_launches(memory) -> None:
+    """Check the counters that the next launch adds to."""
+    assert not memory.arrived.any()
+    assert not memory.sums.any()
+    assert not memory.near.any()
+    assert not memory.total.any()
 
 
 def random_keys(count: int) -> Tensor:
@@ -58,9 +65,12 @@ def random_keys(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [1, 7, 1025, 3000])
-def test_tokens_are_drawn_from_what_is_left(vocab: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("vocab", "listed"), [(1, 4096), (7, 4), (1025, 16), (3000, 4096)])
+def test_tokens_are_drawn_from_what_is_left(
+    monkeypatch, vocab: int, listed: int, dtype: torch.dtype
+) -> None:
     """Rows have different parameters; 16-bit logits are often equal."""
+    monkeypatch.setattr(triton_restrict, "LISTED", listed)
     torch.manual_seed(vocab)
     logits = (2 * torch.randn(len(KINDS), vocab, device=DEVICE)).to(dtype)
     keys = random_keys(len(KINDS))
@@ -118,6 +128,27 @@ def test_of_equal_logits_the_first_are_left(make, temperature: float) -> None:
     assert sampled(logits, params, keys) == expected
 
 
+def test_the_whole_vocabulary_is_searched_where_the_listed_tokens_do_not_suffice() -> None:
+    """Listed are the logits that are at most 12 times the temperature below the best one."""
+    logits = torch.full((7, 9000), -100.0, device=DEVICE)
+    logits[:, :1000] = torch.linspace(0.0, -20.0, 1000)
+    logits[5] = 0.0
+    params = [
+        SamplingParams(top_p=0.95),
+        SamplingParams(top_k=500),
+        SamplingParams(top_k=700),
+        SamplingParams(top_p=0.99, temperature=0.1),
+        SamplingParams(top_p=0.99, temperature=1e6),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_k=700, top_p=0.5),
+    ]
+    keys = random_keys(len(params))
+    expected = [sampling_truth.drawn(*row) for row in zip(logits, params, keys, strict=True)]
+    memory = triton_sample.sample_workspace(len(params), DEVICE)
+    assert sampled(logits, params, keys, memory) == expected
+    assert memory.restricted.open.tolist() == [0, 0, 1, 0, 1, 1, 1]
+
+
 def test_every_token_that_is_left_is_drawn_and_no_other() -> None:
     """Top-p 0.004 leaves exactly four of 1000 equal tokens."""
     keys = torch.arange(25, device=DEVICE) * 7919
@@ -151,7 +182,7 @@ def test_a_place_that_is_not_used_writes_nothing_for_a_sequence() -> None:
         logits, half, rows, rows, tokens=tokens, last=last, memory=memory, limits=limits
     )
     assert last.tolist() == [int(tokens[2]), int(tokens[0]), -7]
-    assert not memory.restricted.sums.any()
+    between_launches(memory.restricted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
