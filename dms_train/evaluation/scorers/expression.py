@@ -2,11 +2,14 @@ r"""Answers in `\boxed{}`, compared by math-verify."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, boxed_answer
 from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
+
+_INTEGER = re.compile(r"-?[0-9]{1,1000}")
 
 
 class ExpressionScorer(Scorer):
@@ -37,9 +40,15 @@ def _representatives(answers: list[str], checker: AnswerChecker) -> dict[str, st
     """Return, for every answer, the first one that equals it."""
     representatives: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
-        known = list(dict.fromkeys(representatives.values()))
+        known = [o for o in dict.fromkeys(representatives.values()) if not _differ(o, answer)]
         text = f"\\boxed{{{answer}}}"
         verdicts = checker.verdicts([Attempt(other, text, AnswerForm.BOXED) for other in known])
         equal = [o for o, v in zip(known, verdicts, strict=True) if v is Verdict.CORRECT]
         representatives[answer] = equal[0] if equal else answer
     return representatives
+
+
+def _differ(first: str, second: str) -> bool:
+    """Return whether answers are different integers, without the milliseconds of math-verify."""
+    integers = _INTEGER.fullmatch(first) and _INTEGER.fullmatch(second)
+    return bool(integers) and int(first) != int(second)

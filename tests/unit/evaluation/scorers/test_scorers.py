@@ -147,6 +147,22 @@ def test_equal_wrong_expressions_are_one_answer(checker):
     assert [score.verdict for score in scores[-2:]] == ["unfinished", "no_answer"]
 
 
+def test_different_integers_are_not_compared_as_expressions(checker, monkeypatch):
+    """Only the gold answer is, and what is written in another way."""
+    boxes, asked = ["3", "12", "-12", "x", "3", "012", "4"], []
+    texts = [f"</think>\\boxed{{{box}}}" for box in boxes]
+    verdicts = checker.verdicts
+
+    def watched(attempts):
+        asked.append(len(attempts))
+        return verdicts(attempts)
+
+    monkeypatch.setattr(checker, "verdicts", watched)
+    scores = SCORERS["expression"].scores(document("5"), texts, checker)
+    assert [score.answers[0] for score in scores] == ["3", "12", "-12", "x", "3", "12", "4"]
+    assert asked == [7, 0, 0, 0, 3, 2, 1]
+
+
 def test_stated_numbers_are_one_answer_however_they_are_written(checker):
     texts = ["The final answer is 1,200", "The final answer is $1200.00", "The final answer is 12"]
     scores = SCORERS["stated"].scores(document("1200"), texts, checker)
