@@ -3,6 +3,7 @@
 # two CPU cores.
 #   OUT    folder of the run (outputs/example)
 #   STEPS  factor on the number of steps, such as 0.1
+# Arguments are further settings of the run, such as data.global_batch_size=8.
 set -euo pipefail
 OUT=${OUT:-outputs/example}
 STEPS=${STEPS:-1}
@@ -15,7 +16,7 @@ dms-data exam-sheets --out "$OUT/data" --sheets 2000 --document-tokens 320 --n-m
 run=(experiment=demo run.dir="$OUT" "data.paths=[$OUT/data/train]" observe=quiet
   'stage.run=[zero_neuron,retrofit,hold,export]' stage.retrofit.target_cr=3
   stage.zero_neuron.steps="$(steps 6)" stage.retrofit.steps_per_cr="$(steps 42)"
-  stage.hold.steps="$(steps 100)")
+  stage.hold.steps="$(steps 100)" "$@")
 dms-plan "${run[@]}"
 
 # 3. The run. The same command again continues an interrupted run.

@@ -18,6 +18,8 @@ from tests.support.commands import write_commands
 
 EXAMPLES = launch.ROOT / "examples"
 SUFFIXES = (".ipynb", ".py", ".sh")
+# Fewer samples for a step and an evaluation than the example has.
+SMALL = ("data.micro_batch_size=2", "data.global_batch_size=2", "run.eval_samples=2")
 PAGES = ("README.md", "docs/quickstart.md", "docs/guides/load_export.md", "docs/concepts/engine.md")
 # The pages' model, device and prompt, and what the exported one needs: it has 50 characters.
 OTHERWISE = {
@@ -36,7 +38,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands = write_commands(folder / "bin", launch.fork_server())
     path = os.pathsep.join([str(commands), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", str(EXAMPLES / "retrofit.sh")],
+        ["bash", str(EXAMPLES / "retrofit.sh"), *SMALL],
         cwd=folder,
         env=launch.environment(PATH=path, OUT="run", STEPS="0.01"),
         capture_output=True,
