@@ -19,13 +19,17 @@ NEWEST = Path(os.environ.get("DMS_MEGATRON_NEWEST", Path(sys.prefix) / "megatron
 
 
 def run(*commands: str | Path, newest: bool) -> list[dict[str, Any]]:
-    path = os.pathsep.join([str(NEWEST)] * newest + [str(launch.ROOT)])
-    words = ("-m", "tests.support.megatron_version", *map(str, commands))
-    printed = launch.checked(launch.python(*words, PYTHONPATH=path))
+    words = ("tests.support.megatron_version", *map(str, commands))
+    if newest:
+        path = os.pathsep.join([str(NEWEST), str(launch.ROOT)])
+        ended = launch.python("-m", *words, PYTHONPATH=path)
+    else:
+        ended = launch.module(*words)
+    printed = launch.checked(ended)
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.timeout(600)  # three starts of torch and megatron-core
+@pytest.mark.timeout(600)
 def test_versions_train_alike_and_continue_each_others_checkpoints(tmp_path: Path) -> None:
     if not NEWEST.is_dir():
         pytest.skip(f"{NEWEST} is absent; make setup unpacks the newest megatron-core there")
