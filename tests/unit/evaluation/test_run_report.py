@@ -58,14 +58,36 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "mine <b> & more"
+NAME = "mine <b> & more"
+
+
+def write_run(folder: Path) -> Path:
     folder.mkdir(parents=True)
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
     (folder / "metrics.jsonl").write_text(text + '{"step": 21, "tra')
     (folder / "config.yaml").write_text("optim:\n  lr: 3.0e-05\nmodel:\n  path: <some&where>\n")
     return folder
+
+
+def shorten(folder: Path) -> None:
+    """Leave one metric of a run: the picture of each takes a third of a second."""
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/kl": 0.5}\n')
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / NAME)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of the run."""
+    return render(read_run(write_run(tmp_path_factory.mktemp("runs") / NAME)))
+
+
+@pytest.fixture(scope="module")
+def found(text: str) -> Page:
+    return Page(text)
 
 
 class Page(HTMLParser):
@@ -120,9 +142,7 @@ def test_metrics_of_a_folder_with_former_names_have_todays(tmp_path):
     ]
 
 
-def test_the_page_refers_to_nothing_outside_itself(run):
-    text = render(read_run(run))
-    found = Page(text)
+def test_the_page_refers_to_nothing_outside_itself(text, found):
     links = [value for _, name, value in found.attributes if name in ("src", "href", "srcset")]
     assert links
     assert all(value.startswith("data:image/png;base64,") for value in links)
@@ -135,12 +155,12 @@ def test_the_page_refers_to_nothing_outside_itself(run):
     assert policy.startswith("default-src 'none'")
 
 
-def test_the_rows_are_in_it_to_the_last_digit(run):
-    assert json.loads(page(run).texts["script"]) == ROWS
+def test_the_rows_are_in_it_to_the_last_digit(found):
+    assert json.loads(found.texts["script"]) == ROWS
 
 
-def test_tables(run):
-    lines = page(run).lines
+def test_tables(found):
+    lines = found.lines
     assert ["train/kl", "0.0493827", "20", "0.0493827", "0.987654"] in lines
     assert ["train/mfu", "0.4321", "20", "0.4321", "0.4321"] in lines
     assert ["student.accuracy", "0.96", "0.94", "0.98"] in lines
@@ -148,8 +168,7 @@ def test_tables(run):
     assert lines[lines.index(["step", "kl", "cr"]) + 1] == ["20", "0.0456", "2.7"]
 
 
-def test_a_picture_for_each_subject_there_are_rows_of(run):
-    found = page(run)
+def test_a_picture_for_each_subject_there_are_rows_of(found):
     titles = [value for tag, name, value in found.attributes if (tag, name) == ("img", "alt")]
     assert titles == [
         "Loss and compression loss",
@@ -243,10 +262,13 @@ def test_a_damaged_configuration_is_refused_with_its_name(run, other, capsys):
     assert f"{other / 'config.yaml'}: cannot be read (" in line
     assert line.endswith("; restore or remove it")
     (other / "config.yaml").unlink()
+    shorten(run)
+    shorten(other)
     assert "optim.lr" in compare([read_run(run), read_run(other)])
 
 
 def test_runs_of_the_same_name_are_called_by_their_paths(run, other, tmp_path):
+    shorten(other)
     twin = tmp_path / "elsewhere" / "other"
     twin.parent.mkdir()
     shutil.copytree(other, twin)
@@ -256,8 +278,7 @@ def test_runs_of_the_same_name_are_called_by_their_paths(run, other, tmp_path):
         compare([read_run(other), read_run(other)])
 
 
-def test_names_and_configuration_are_text(run):
-    found = page(run)
+def test_names_and_configuration_are_text(run, found):
     assert found.texts["h1"] == "mine <b> & more"
     assert found.texts["pre"] == (run / "config.yaml").read_text()
 
@@ -271,6 +292,7 @@ def test_a_run_without_configuration_or_evaluations(tmp_path):
 
 
 def test_command(run, tmp_path, capsys):
+    shorten(run)
     assert report.main([str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert report.main([str(run), "--output", str(tmp_path / "x.html")]) == 0
@@ -279,6 +301,8 @@ def test_command(run, tmp_path, capsys):
 
 def test_command_with_several_runs(run, other, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    shorten(run)
+    shorten(other)
     assert report.main([str(run), str(other)]) == 0
     assert capsys.readouterr().out == "comparison.html\n"
     assert Path("comparison.html").read_text() == compare([read_run(run), read_run(other)])
