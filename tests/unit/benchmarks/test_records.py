@@ -57,19 +57,19 @@ def test_pages_quote_the_tables_of_the_records(
     assert len(rows) > 4
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": {"teacher": {}}}', "\x80"])
 @pytest.mark.parametrize(("name", "option", "record"), [each[:3] for each in QUOTED] + UNQUOTED)
 def test_another_file_is_refused(
-    name: str, option: str, record: str, text: str, tmp_path: Path, capsys
+    name: str, option: str, record: str, tmp_path: Path, capsys
 ) -> None:
     assert exit_code([*name.split(), option, str(STORED / record)]) == 0
     capsys.readouterr()
     file = tmp_path / "other.json"
-    file.write_bytes(text.encode("latin-1"))
-    assert exit_code([*name.split(), option, str(file)]) == 2
-    refusal = capsys.readouterr().err
-    assert str(file) in refusal
-    assert refusal.count("\n") == 1
+    for text in ("", "[]", "{}", '{"models": {"teacher": {}}}', "\x80"):
+        file.write_bytes(text.encode("latin-1"))
+        assert exit_code([*name.split(), option, str(file)]) == 2, text
+        refusal = capsys.readouterr().err
+        assert str(file) in refusal, text
+        assert refusal.count("\n") == 1, text
 
 
 def test_a_gpu_that_is_not_known_is_named(tmp_path: Path, capsys) -> None:
