@@ -25,7 +25,8 @@ OTHERS = {
     ),
     "newest": Path(sys.prefix) / "transformers_newest",
 }
-VERSIONS = ("installed", *OTHERS)
+# by default other tests load exports with the installed one
+VERSIONS = (pytest.param("installed", marks=pytest.mark.slow), *OTHERS)
 CASES = {
     "nested": ("llama", PRESETS["dms"].override(window=4).spec, torch.float32, "DMSCache"),
     "flat": ("qwen3", PRESETS["dms_nvidia"].override(window=4).spec, torch.bfloat16, "DMSCache"),
