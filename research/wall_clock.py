@@ -23,9 +23,11 @@ import math
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -160,19 +162,25 @@ def _require_room(checked: CheckedRun, outputs: list[RequestOutput], most: int) 
 
 def accuracy(checked: CheckedRun, outputs: list[RequestOutput]) -> float:
     """Return the mean score of the problems by the rule of the task; a chain cut off is wrong."""
-    run, runs_code = checked.options.run, find_scorer(checked.task.scorer).runs_code
-    with (
-        ThreadPoolExecutor(run.workers if runs_code else 1) as problems,
-        AnswerChecker(run.workers, allow_code=run.allow_code) as checker,
-    ):
-        scored = partial(_score, checked.task, checker)
+    run, free = checked.options.run, SimpleQueue[AnswerChecker]()
+    with ExitStack() as stack:
+        for _ in range(run.workers):
+            free.put(stack.enter_context(AnswerChecker(allow_code=run.allow_code)))
+        problems = stack.enter_context(ThreadPoolExecutor(run.workers))
+        scored = partial(_score, checked.task, free)
         return statistics.mean(problems.map(scored, checked.documents, outputs))
 
 
-def _score(task: Task, checker: AnswerChecker, document: Document, output: RequestOutput) -> float:
-    """Return the score of a problem."""
+def _score(
+    task: Task, free: SimpleQueue[AnswerChecker], document: Document, output: RequestOutput
+) -> float:
+    """Return the score of a problem, with a checker that no other problem uses meanwhile."""
     texts = [chain.text for chain in output.outputs]
-    scores = find_scorer(task.scorer).scores(document, texts, checker)
+    checker = free.get()
+    try:
+        scores = find_scorer(task.scorer).scores(document, texts, checker)
+    finally:
+        free.put(checker)
     chains = [
         ChainScore(each.answers, each.correct)
         if task.scores_truncated or chain.finish_reason == STOPPED

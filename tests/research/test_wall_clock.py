@@ -192,16 +192,17 @@ def test_options_reach_the_engine_and_the_checker(
     monkeypatch.setattr(wall_clock, "ThreadPoolExecutor", recorder(started, ThreadPoolExecutor))
     monkeypatch.setattr(wall_clock, "AnswerChecker", recorder(started, AnswerChecker))
     wall_clock.measure(checked, [(1 / 64, 1)], 1)
-    llm, problems, checker = started
+    llm, *checkers, problems = started
     assert isinstance(problems, ThreadPoolExecutor)
-    assert problems._max_workers == 1  # the scorer runs no programs
+    assert (len(checkers), problems._max_workers) == (3, 3)
     assert isinstance(llm, LLM)
-    assert isinstance(checker, AnswerChecker)
     options = llm.engine.options
     assert (options.policy, options.cache_bytes) == ("keep_all", CACHE)
     assert (options.max_num_seqs, options.dtype) == (7, "bfloat16")
     assert options.max_model_len == checked.longest + 16 + options.decode_steps
-    assert (checker.workers, checker.allow_code) == (3, "unisolated")
+    for checker in checkers:
+        assert isinstance(checker, AnswerChecker)
+        assert (checker.workers, checker.allow_code) == (1, "unisolated")
 
 
 def test_one_greedy_chain_is_measured(lab: Path) -> None:
