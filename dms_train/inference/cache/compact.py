@@ -343,6 +343,8 @@ class CompactCache(HostDrivenCache):
 
     def _rewrite(self, numbers: Tensor, slots: Slots, changed: Tensor, *, content: bool) -> None:
         """Write the policy's changes back to the slots that stay, bool [b, h, old s]."""
+        if not bool(changed.any()):
+            return
         fields = ("position", "state", "key", "value") if content else ("state",)
         old = numbers.shape[-1]
         values = {field: getattr(slots, field)[:, :, :old][changed] for field in fields}
