@@ -95,7 +95,7 @@ class CacheManager(Protocol[StateIn]):
         """Return the most tokens that the next step may compute; None for no limit."""
         ...
 
-    def pages_of_steps(self, batch_slots: list[int], steps: int, spare: int) -> int:
+    def pages_of_steps(self, batch_slots: list[int], steps: int, spare: float) -> int:
         """Return the most pages that decode steps of one token each take or copy.
 
         Args:
@@ -287,7 +287,7 @@ class Scheduler(Generic[State]):
         if steps == 1:
             return 1
         slots = [s.batch_slot for s in decoding if s.batch_slot is not None]
-        spare = int(self.cache_manager.free_pages(0)) - plan.pages
+        spare = self.cache_manager.free_pages(0) - plan.pages
         others = plan.pages - self.limits.kv_lists * len(decoding)
         pages = others + self.cache_manager.pages_of_steps(slots, steps, spare)
         return steps if pages <= self.cache_manager.free_pages(0) else 1

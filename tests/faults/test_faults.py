@@ -1,4 +1,4 @@
-"""The fault campaign: everything with `make test-faults`, and first the least that it can be."""
+"""The fault campaign, which `make test-faults` runs."""
 
 from __future__ import annotations
 

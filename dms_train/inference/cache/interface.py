@@ -316,7 +316,7 @@ class CapturableCache(KVCache, Protocol):
         """Return the most pages that steps of one token each of a row take or copy."""
         ...
 
-    def own_changing_pages(self, rows: list[int], spare: int) -> None:
+    def own_changing_pages(self, rows: list[int], spare: float) -> None:
         """Copy the shared pages that decode steps may change, so that bursts need fewer pages.
 
         Args:

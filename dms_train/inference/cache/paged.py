@@ -438,7 +438,7 @@ class PagedKVCache:
         copies = self.pool.sharing and row in self.lists.copying
         return layers * heads * (steps if copies else self._pages_of(steps))
 
-    def own_changing_pages(self, rows: list[int], spare: int) -> None:
+    def own_changing_pages(self, rows: list[int], spare: float) -> None:
         """Copy the shared pages that decode steps may change, so that bursts need fewer pages."""
         if self.pool.sharing:
             own_changing_pages(self.lists, self._evicting_rings(), rows, spare)

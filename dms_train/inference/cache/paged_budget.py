@@ -162,7 +162,7 @@ class BudgetPagedCache(PagedKVCache):
         """Return the shared pages of a row; the last token of a prompt may rewrite all of them."""
         return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
 
-    def own_changing_pages(self, rows: list[int], spare: int) -> None:
+    def own_changing_pages(self, rows: list[int], spare: float) -> None:
         """Do nothing: a step may change any page."""
 
     def assign(self, row: int, sizes: RequestSizes) -> None:

@@ -19,7 +19,9 @@ from dms_train.inference.devices import sent
 Rings = Sequence[tuple[list[int], Tensor]]  # layers, and their rings int32 [layers, rows, h, w + 1]
 
 
-def own_changing_pages(lists: PageTables, rings: Rings, rows: Collection[int], spare: int) -> None:
+def own_changing_pages(
+    lists: PageTables, rings: Rings, rows: Collection[int], spare: float
+) -> None:
     """Copy the shared pages that decode steps may change, row after row while there are pages.
 
     Args:

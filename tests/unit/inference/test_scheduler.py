@@ -65,7 +65,7 @@ class SimulatedCache:
     def most_copies(self, row: int, tokens: int) -> int:
         return min(self.shared.get(row, 0), self.limits.kv_lists if tokens == 1 else 10**9)
 
-    def pages_of_steps(self, rows: list[int], steps: int, spare: int) -> int:
+    def pages_of_steps(self, rows: list[int], steps: int, spare: float) -> int:
         self.spare = spare
         each = steps if self.sharing else -(-steps // self.limits.page_slots)
         return each * self.limits.kv_lists * len(rows)
