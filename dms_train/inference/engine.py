@@ -449,11 +449,12 @@ class InferenceEngine:
                 decoding.append(sequence)
             else:
                 rest.append((sequence, count))
-        self._launched = []
+        launched: list[Launched] = []
         if decoding:
             bursts = self._can_burst(decoding, rest)
             steps = self._scheduler.burst_steps(plan, decoding) if bursts else 1
-            self._launched = [self._runner.launch(decoding, steps)]
+            launched.append(self._runner.launch(decoding, steps))
+        self._launched = launched  # `_give_up` waits for the ones before if a launch fails
         host_knows_tokens = not any(sequence.num_inflight_tokens for sequence, _ in rest)
         if rest and host_knows_tokens and self._runner.can_sample_all(rest):
             self._launched.append(self._runner.launch_pass(rest))

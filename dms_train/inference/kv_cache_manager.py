@@ -59,8 +59,8 @@ class KVCacheManager:
         """Return the most shared pages of a batch slot that its next tokens cause to be copied."""
         return self._cache.most_copies(batch_slot, tokens)
 
-    def pages_of_steps(self, batch_slots: list[int], steps: int, spare: float) -> int:
-        """Return the most pages that steps of one token each take; copy shared pages before."""
+    def prepare_burst(self, batch_slots: list[int], steps: int, spare: float) -> int:
+        """Copy shared pages, and return the most pages that decode steps take afterwards."""
         cache = self._cache.capturable
         assert cache is not None
         cache.own_changing_pages(batch_slots, spare)

@@ -95,13 +95,13 @@ class CacheManager(Protocol[StateIn]):
         """Return the most tokens that the next step may compute; None for no limit."""
         ...
 
-    def pages_of_steps(self, batch_slots: list[int], steps: int, spare: float) -> int:
-        """Return the most pages that decode steps of one token each take or copy.
+    def prepare_burst(self, batch_slots: list[int], steps: int, spare: float) -> int:
+        """Copy shared pages, and return the most pages that decode steps take afterwards.
 
         Args:
             batch_slots: Batch slots that take part in every step.
             steps: Number of steps.
-            spare: Most pages to copy shared pages into now, so that the steps need fewer.
+            spare: Most pages to copy shared pages into, so that the steps need fewer.
         """
         ...
 
@@ -289,7 +289,7 @@ class Scheduler(Generic[State]):
         slots = [s.batch_slot for s in decoding if s.batch_slot is not None]
         spare = self.cache_manager.free_pages(0) - plan.pages
         others = plan.pages - self.limits.kv_lists * len(decoding)
-        pages = others + self.cache_manager.pages_of_steps(slots, steps, spare)
+        pages = others + self.cache_manager.prepare_burst(slots, steps, spare)
         return steps if pages <= self.cache_manager.free_pages(0) else 1
 
 
@@ -332,6 +332,7 @@ class _Step(Generic[State]):
             raise RuntimeError("no batch slot is left, because none of them could be freed")
         if not scheduler.waiting or (scheduler.full and self._idle() is None):
             return
+        reserve = _WATERMARK * (self._limits.pages or 0)
         promised = self._promised_pages()
         for sequence in scheduler.waiting.copy():
             if not self._may_run(sequence) or sequence.awaits_prefix_leader:
@@ -340,9 +341,10 @@ class _Step(Generic[State]):
             if leader is not None and self._may_run(leader):
                 continue
             growth = scheduler.expected_growth(sequence)
-            least = math.ceil(growth + promised + self._headroom())
+            least = math.ceil(growth + promised + reserve)
             while self._free(least) < least and self._cache_manager.reclaim(sequence):
                 pass
+            least = math.ceil(growth + promised + max(reserve, self._burst_growth()))
             full = self._free(least) < least or self._budget == 0
             if (full or self.plan.preempted) and self.plan.batch:
                 return
@@ -354,11 +356,11 @@ class _Step(Generic[State]):
             self._plan_tokens(sequence)
             promised += max(0, growth - (self.plan.pages - planned))
 
-    def _headroom(self) -> float:
-        """Return the pages to leave free: the share of a burst's pages that is expected to stay."""
+    def _burst_growth(self) -> float:
+        """Return the pages that a burst of what runs and one more sequence is expected to take."""
+        sequences = 1 + sum(self._may_run(s) for s in self._scheduler.admitted)
         burst = self._limits.most_pages(self._limits.decode_steps)
-        taken = burst * (len(self._scheduler.admitted) + 1) * self._scheduler.survival
-        return max(_WATERMARK * (self._limits.pages or 0), taken)
+        return burst * sequences * self._scheduler.survival
 
     def _free(self, least: int) -> float:
         """Return the free pages that the batch does not take; a lower bound from `least` on."""

@@ -24,7 +24,7 @@ from dms_train.inference.cache.linear_states import LinearStates
 from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
-from dms_train.inference.cache.shared_pages import own_changing_pages
+from dms_train.inference.cache.shared_pages import EvictingLayers, own_changing_pages
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies import kernel_rules as rules
 from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, find_kernel_rule
@@ -80,6 +80,8 @@ class PagedKVCache:
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
         eviction_interval: Number of generated tokens after which the policy's hooks evict. Captured
             decode steps do not compute the last of them. None if the hooks are not used.
+        changes_known_pages: Whether decode steps change only pages of the window and the last page,
+            and copies of pages need nothing else.
         states: States of layers with linear attention; None without.
         lists: Page tables and lengths of the KV lists.
     """
@@ -87,6 +89,7 @@ class PagedKVCache:
     captures_prompts = True
     decodes_prompts = True
     eviction_interval: int | None = None
+    changes_known_pages = True
     states: LinearStates | None = None
 
     def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
@@ -104,6 +107,7 @@ class PagedKVCache:
         if pool.pages.dtype == FP8:
             self._exponents = torch.zeros(*kv_lists, max_pages, 2, dtype=torch.int8).to(pool.device)
             self._wide = WidePages(pool, heads=heads, places=max_pages)
+        self._layers = torch.arange(layers, device=pool.device)
         self._recording = False
         self._reserves = True  # pages, in each step
         self._memory: dict[int, AttentionWorkspace] = {}  # key: sequences of a step
@@ -440,13 +444,12 @@ class PagedKVCache:
 
     def own_changing_pages(self, rows: list[int], spare: float) -> None:
         """Copy the shared pages that decode steps may change, so that bursts need fewer pages."""
-        if self.pool.sharing:
-            own_changing_pages(self.lists, self._evicting_rings(), rows, spare)
+        if self.pool.sharing and self.changes_known_pages:
+            own_changing_pages(self.lists, self._evicting_layers(), rows, spare)
 
-    def _evicting_rings(self) -> list[tuple[list[int], Tensor]]:
-        """Return layers that evict tokens, with their rings, int32 [layers, rows, h, w + 1]."""
-        layers = list(range(len(self._rings)))
-        return [] if self._rule.source == NEVER else [(layers, self._rings)]
+    def _evicting_layers(self) -> list[EvictingLayers]:
+        every = EvictingLayers(self._layers, self._rings, self._layers)
+        return [] if self._rule.source == NEVER else [every]
 
     def prepare_steps(self, rows: list[int], steps: int) -> None:
         """Reserve pages for steps of one token each of rows."""

@@ -85,6 +85,7 @@ class BudgetPagedCache(PagedKVCache):
     """
 
     captures_prompts = False  # the host chooses how much memory they take
+    changes_known_pages = False  # the evicted token may lie in any page
 
     def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
         super().__init__(pool, policy, sizes)
@@ -161,9 +162,6 @@ class BudgetPagedCache(PagedKVCache):
     def most_copies(self, row: int, tokens: int) -> int:
         """Return the shared pages of a row; the last token of a prompt may rewrite all of them."""
         return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
-
-    def own_changing_pages(self, rows: list[int], spare: float) -> None:
-        """Do nothing: a step may change any page."""
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """Store the sizes of the request, or turn, that takes a row; keep the cached tokens."""

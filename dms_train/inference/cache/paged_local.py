@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.shared_pages import EvictingLayers
 from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.kernel_rules import KernelRule, LayeredRule
 from dms_train.kernels.decode.types import ALWAYS, Decisions
@@ -31,6 +32,9 @@ class LocalPagedCache(PagedKVCache):
         self._local = {layer: index for index, layer in enumerate(local)}
         shape = (len(local), sizes.rows, sizes.heads, max(windows))
         self._local_rings = torch.zeros(shape, dtype=torch.int32, device=pool.device)
+        has_window = torch.tensor([window is not None for window in rule.windows])
+        has_window = has_window.to(pool.device)
+        self._others, self._with_window = self._layers[~has_window], self._layers[has_window]
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
         assert isinstance(rule, LayeredRule)
@@ -46,10 +50,15 @@ class LocalPagedCache(PagedKVCache):
             return self._local_rings[self._local[layer]]
         return super()._ring(layer)
 
-    def _evicting_rings(self) -> list[tuple[list[int], Tensor]]:
-        layers = [layer for layer in range(len(self._rings)) if layer not in self._local]
-        others = [(layers, rings[layers]) for _, rings in super()._evicting_rings()]
-        return [*others, (list(self._local), self._local_rings)]
+    def _evicting_layers(self) -> list[EvictingLayers]:
+        others = [
+            each._replace(layers=self._others, at=self._others)
+            for each in super()._evicting_layers()
+        ]
+        local = EvictingLayers(
+            self._with_window, self._local_rings, self._layers[: len(self._with_window)]
+        )
+        return [*others, local]
 
     def _layer_rule(self, layer: int) -> Decisions:
         return Decisions(ALWAYS) if layer in self._local else super()._layer_rule(layer)

@@ -70,9 +70,6 @@ class MergingPagedCache(PagedKVCache):
         """Return decisions without a query channel: the merge kernel decides and clears."""
         return Decisions(NEVER)
 
-    def own_changing_pages(self, rows: list[int], spare: float) -> None:
-        """Do nothing: a step may change any page."""
-
     def _policy_tensors(self) -> list[Tensor]:
         return self._newest()
 

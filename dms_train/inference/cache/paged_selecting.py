@@ -44,6 +44,7 @@ class SelectingPagedCache(PagedKVCache):
     """
 
     captures_prompts = False
+    changes_known_pages = False  # a copy of a page has no bounds of its keys
 
     def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
         super().__init__(pool, policy, sizes)

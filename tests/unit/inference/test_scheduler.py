@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -65,7 +66,7 @@ class SimulatedCache:
     def most_copies(self, row: int, tokens: int) -> int:
         return min(self.shared.get(row, 0), self.limits.kv_lists if tokens == 1 else 10**9)
 
-    def pages_of_steps(self, rows: list[int], steps: int, spare: float) -> int:
+    def prepare_burst(self, rows: list[int], steps: int, spare: float) -> int:
         self.spare = spare
         each = steps if self.sharing else -(-steps // self.limits.page_slots)
         return each * self.limits.kv_lists * len(rows)
@@ -406,21 +407,43 @@ def test_a_decode_burst_needs_its_pages(sharing, needed):
             assert cache.spare == needed - 6 - missing  # besides the pages of a single step
 
 
-@pytest.mark.parametrize(("survival", "admitted"), [(1.0, 4), (0.0, 6)])
-def test_admission_leaves_the_pages_of_a_burst(survival, admitted):
-    """A sequence takes two pages of each list: one is full, and the next token takes another.
+@pytest.mark.parametrize(
+    ("survival", "pages", "admitted"),
+    [(1.0, 36, 4), (1.0, 35, 3), (0.0, 37, 6), (0.0, 199, 32), (0.0, 200, 33)],
+)
+def test_admission_leaves_the_pages_of_a_burst(survival, pages, admitted):
+    """A sequence takes two pages of each of three lists, and a burst of four tokens a third.
 
-    A burst takes a third, unless its tokens are evicted.
+    Where its tokens are expected to be evicted, a hundredth of the pages stays free.
     """
-    pages = 3 * (4 * 3 if survival else 6 * 2) + 2
-    cache = SimulatedCache(limits(max_num_seqs=9, pages=pages, window=8, decode_steps=4), 1.0)
+    many = limits(max_num_seqs=40, pages=pages, window=8, decode_steps=4, prefill_chunk=8)
+    cache = SimulatedCache(replace(many, max_num_batched_tokens=1000), 1.0)
     cache.scheduler.survival = survival
-    for arrival in range(9):
+    for arrival in range(40):
         cache.scheduler.add(sequence(arrival, 8))
-    cache.scheduler.limits = limits(
-        max_num_seqs=9, pages=pages, window=8, decode_steps=4, max_num_batched_tokens=1000
-    )
     assert len(cache.scheduler.schedule(now=0.0).admitted) == admitted
+
+
+def test_what_a_conversation_keeps_does_not_grow():
+    many = limits(max_num_seqs=9, pages=6 + 36, window=8, decode_steps=4)
+    cache = SimulatedCache(replace(many, max_num_batched_tokens=1000), 1.0)
+    kept = sequence(0, 8)
+    cache.scheduler.add(kept)
+    cache.run(cache.scheduler.schedule(now=0.0))
+    kept.finish("stop")
+    for arrival in range(1, 9):
+        cache.scheduler.add(sequence(arrival, 8))
+    assert len(cache.scheduler.schedule(now=1.0).admitted) == 4
+
+
+def test_no_snapshot_is_released_for_the_pages_of_a_burst():
+    many = limits(max_num_seqs=9, pages=11, window=8, decode_steps=4)
+    cache = SimulatedCache(replace(many, max_num_batched_tokens=1000), 1.0)
+    cache.snapshots = {100: 1}
+    cache.scheduler.add(sequence(0, 8))
+    cache.scheduler.add(sequence(1, 1))
+    assert len(cache.scheduler.schedule(now=0.0).admitted) == 1
+    assert cache.snapshots
 
 
 def test_a_sequence_takes_part_in_steps_up_to_its_most_tokens():

@@ -69,11 +69,20 @@ def unmarked_tokens(data):
     return with_policy(DMSPolicy(WINDOW, 0)), [visible(data[3], spec)]
 
 
-def layers_with_and_without_a_window(data):
-    policy = LocalLayers(KeepAllPolicy(), "keep_all", [WINDOW + 1, None, WINDOW + 1])
-    sizes = CacheSizes(3, ROWS, readable.HEADS, group=1, longest=64)
-    pool = paged(KeepAllPolicy(), pages=1200).pool
-    return LocalPagedCache(pool, policy, sizes), [near(), causal(), near()]
+def with_windows(policy, name):
+    layers = LocalLayers(policy, name, [WINDOW + 1, None, None, WINDOW + 1])
+    sizes = CacheSizes(4, ROWS, readable.HEADS, group=1, longest=64)
+    return LocalPagedCache(paged(KeepAllPolicy(), pages=1600).pool, layers, sizes)
+
+
+def all_tokens_or_a_window(data):
+    cache = with_windows(KeepAllPolicy(), "keep_all")
+    return cache, [near(), causal(), causal(), near()]
+
+
+def unmarked_tokens_or_a_window(data):
+    _, (marked,) = unmarked_tokens(data)
+    return with_windows(DMSPolicy(WINDOW, 0), "auto"), [near(), marked, marked, near()]
 
 
 def causal():
@@ -93,7 +102,8 @@ def near():
         (newest_tokens, 0.5),
         (unmarked_tokens, 0.5),
         (unmarked_tokens, 1.0),
-        (layers_with_and_without_a_window, 0.5),
+        (all_tokens_or_a_window, 0.5),
+        (unmarked_tokens_or_a_window, 0.5),
     ],
 )
 def test_steps_take_pages_for_new_tokens_alone(build, share):
@@ -186,3 +196,43 @@ def test_chains_of_a_prompt_run_in_bursts_in_a_full_cache(folder, preset):
         assert engine.decoded_steps > 1.8 * passes
         assert engine.preemptions == 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "preset", "options"),
+    [
+        ("llama", "dms", {}),
+        ("gemma3_text", "dms", {}),
+        ("llama", "dmc", {}),
+        ("llama", None, {"policy": "quest", "policy_options": {"budget": 12, "page": 4}}),
+        ("llama", None, {"policy": "h2o", "policy_options": {"budget": 24}}),
+        ("llama", None, {"policy": "streaming_llm", "policy_options": {"budget": 24}}),
+    ],
+)
+def test_bursts_give_the_tokens_of_single_steps(folder, family, preset, options):
+    """Steps of budgets and of Quest copy shared pages themselves."""
+    spec = PRESETS["dmc"].spec if preset == "dmc" else preset and small_spec(preset)
+    directory = folder(family, spec)
+    how = {"kernels": "triton", "device": DEVICE.type, "max_model_len": 48, "page_slots": 4}
+    params = SamplingParams(n=3, max_tokens=18, temperature=1.0, seed=1, ignore_eos=True)
+    found = []
+    for steps in (1, 8):
+        engine = InferenceEngine(directory, EngineOptions(decode_steps=steps, **how, **options))
+        engine.add_request(random_ids(22), params, final_only=True)
+        passes, pool = 0, engine._runner.cache.pool
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            passes += 1
+            assert pool._left <= int(pool.free.left)
+        found.append([chain.token_ids for chain in outputs[0].outputs])
+        assert (engine.decoded_steps > passes) == (steps == 8)
+    assert found[0] == found[1]
+
+
+def test_the_manager_limits_the_copies(folder, monkeypatch):
+    options = EngineOptions(kernels="triton", device=DEVICE.type, max_model_len=48, page_slots=4)
+    manager, asked = InferenceEngine(folder("llama", None), options)._cache_manager, []
+    monkeypatch.setattr(manager._cache, "own_changing_pages", lambda *given: asked.append(given))
+    lists = 4 * manager._cache.lists_shape[0] * manager._cache.lists_shape[2]
+    assert manager.prepare_burst([0, 2], 5, 7.0) == lists
+    assert asked == [([0, 2], 7.0)]
