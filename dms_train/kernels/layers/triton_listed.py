@@ -1,7 +1,7 @@
 """Find the lowest-ranked token that top-k and top-p keep among the tokens near the best logit.
 
 One kernel lists the tokens near the best logit, and the next one searches among them. Where too
-many tokens are near, or where these are not enough for top-k or top-p, it says so.
+many tokens are near, or where these are not enough for top-k or top-p, it sets `open`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dms_train.kernels.layers.triton_rank import (
 from dms_train.kernels.layers.types import RestrictWorkspace, SamplingLimits
 
 LISTED = 4096  # most listed tokens of a sequence, a power of two
-_NEAR = tl.constexpr(12.0)  # distance of listed tokens from the best logit over the temperature
+_NEAR = tl.constexpr(12.0)  # distance from the best logit over the temperature (with top-k: of 1)
 
 
 @triton.jit
@@ -53,7 +53,8 @@ def _list_kernel(
     if (tl.load(rows_ptr + batch) < 0) | (temperature <= 0):
         return
     top = best_of(best_ptr, batch, PARTS)
-    near = (top.to(tl.float64) - _NEAR * temperature).to(tl.float32)
+    reach = tl.where(top_k > 0, tl.maximum(temperature, 1.0), temperature)
+    near = (top.to(tl.float64) - _NEAR * reach).to(tl.float32)
     blocks = tl.cdiv(vocab, BLOCK * parts)
     total = tl.zeros([BLOCK], tl.int64)
     for number in range(blocks):

@@ -128,25 +128,71 @@ def test_of_equal_logits_the_first_are_left(make, temperature: float) -> None:
     assert sampled(logits, params, keys) == expected
 
 
-def test_the_whole_vocabulary_is_searched_where_the_listed_tokens_do_not_suffice() -> None:
-    """Listed are the logits that are at most 12 times the temperature below the best one."""
-    logits = torch.full((7, 9000), -100.0, device=DEVICE)
-    logits[:, :1000] = torch.linspace(0.0, -20.0, 1000)
-    logits[5] = 0.0
-    params = [
-        SamplingParams(top_p=0.95),
-        SamplingParams(top_k=500),
-        SamplingParams(top_k=700),
-        SamplingParams(top_p=0.99, temperature=0.1),
-        SamplingParams(top_p=0.99, temperature=1e6),
-        SamplingParams(top_p=0.5),
-        SamplingParams(top_k=700, top_p=0.5),
-    ]
-    keys = random_keys(len(params))
+def peaked() -> Tensor:
+    """1,000 tokens from 0 down to -20, the others far below."""
+    return torch.cat([torch.linspace(0.0, -20.0, 1000), torch.full((8000,), -100.0)])
+
+
+def flat() -> Tensor:
+    return torch.zeros(9000)
+
+
+def rising() -> Tensor:
+    """The listed tokens that fit are not the best ones."""
+    return torch.linspace(-10.0, 0.0, 9000)
+
+
+def heavy_tail() -> Tensor:
+    """One token near the best logit, and many a little further away."""
+    return torch.cat([torch.zeros(1), torch.full((8999,), -12.5)])
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "searched"),
+    [
+        (peaked, {"top_p": 0.95}, 0),
+        (peaked, {"top_p": 0.99, "temperature": 0.1}, 0),
+        (peaked, {"top_p": 0.99, "temperature": 1e6}, 1),
+        (peaked, {"top_k": 500}, 0),
+        (peaked, {"top_k": 500, "temperature": 0.5}, 0),
+        (peaked, {"top_k": 700}, 1),
+        (peaked, {"top_k": 700, "top_p": 0.5}, 1),
+        (flat, {"top_p": 0.5}, 1),
+        (rising, {"top_k": 5}, 1),
+        (heavy_tail, {"top_p": 0.95}, 0),
+        (heavy_tail, {"top_p": 0.99}, 1),
+    ],
+)
+def test_the_whole_vocabulary_is_searched_where_listed_tokens_do_not_suffice(
+    make, fields, searched: int
+) -> None:
+    """Listed are logits that are at most 12 times the temperature below the best one."""
+    params = [SamplingParams(**fields)] * 3
+    logits, keys = make().repeat(3, 1).to(DEVICE), random_keys(3)
     expected = [sampling_truth.drawn(*row) for row in zip(logits, params, keys, strict=True)]
     memory = triton_sample.sample_workspace(len(params), DEVICE)
     assert sampled(logits, params, keys, memory) == expected
-    assert memory.restricted.open.tolist() == [0, 0, 1, 0, 1, 1, 1]
+    assert memory.restricted.open.tolist() == [searched] * 3
+
+
+def test_top_p_counts_the_tokens_that_are_not_listed() -> None:
+    """The best token has 0.963 of the whole weight, and 0.995 of that of the listed tokens.
+
+    A share that is a little larger than the first keeps one more token.
+    """
+    logits = torch.full((1, 9000), -12.5, device=DEVICE)
+    logits[0, 0], logits[0, 1] = 0.0, -5.3
+    memory = triton_sample.sample_workspace(1, DEVICE)
+    total = logits.double().exp().sum()
+    first = float(logits[0, :1].double().exp().sum() / total)
+    params = [SamplingParams(top_p=first + 1e-4)]
+    sampled(logits, params, random_keys(1), memory)
+    rank = triton_restrict.Order.of(logits)
+    lowest = int(memory.restricted.lowest[1, 0]) & ((1 << rank.token_bits) - 1)
+    assert (1 << rank.token_bits) - 1 - lowest == 1
+    assert memory.restricted.open.tolist() == [0]
+    listed = float(logits[0, :1].double().exp().sum() / logits[0, :2].double().exp().sum())
+    assert listed > params[0].top_p
 
 
 def test_every_token_that_is_left_is_drawn_and_no_other() -> None:
