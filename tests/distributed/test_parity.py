@@ -1,7 +1,7 @@
 """Every parallel layout computes the loss and the gradients of one process.
 
 The full matrix (family x preset x layout x variant) runs with DMS_FULL_MATRIX=1. By default each
-family has one preset and one variant. Every family but those that compute what others do runs in
+family has one preset and one variant. Every family except those that compute what others do runs in
 one layout that shards everything, and every other layout runs one family or a few. A step has two
 microbatches by default, and four in `LONGER` variants, which keep a pipeline busy and are two in
 each data parallel copy.

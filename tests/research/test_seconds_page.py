@@ -117,7 +117,11 @@ def test_the_page_compares_accuracy_at_equal_time() -> None:
     most = 100 * math.sqrt(0.25 / 100)
     assert f"standard error is up to {most:.0f} points" in text
     for one, other in (gsm8k, math500, humaneval):
-        assert all(abs(float(one[name]) - float(other[name])) < most for name in one)
+        for name in one:
+            shares = float(one[name]) / 100, float(other[name]) / 100
+            error = math.sqrt(sum(share * (1 - share) / 100 for share in shares))
+            assert abs(shares[0] - shares[1]) < error
+    assert "Each difference is smaller than its standard error." in text
 
 
 def test_the_page_compares_the_text_of_two_trainings() -> None:

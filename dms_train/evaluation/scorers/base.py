@@ -104,8 +104,7 @@ class Scorer(ABC):
 
     Attributes:
         name: Name by which tasks refer to the scorer.
-        runs_code: True if the scorer runs programs that a model wrote. Several threads may then
-            call `scores`.
+        runs_code: True if the scorer runs programs that a model wrote.
     """
 
     name: ClassVar[str]
@@ -115,7 +114,7 @@ class Scorer(ABC):
     def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Score]:
-        """Return the score of each text, in order.
+        """Return the score of each text, in order; several threads may call this.
 
         Args:
             document: Document that was asked about.
