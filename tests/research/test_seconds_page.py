@@ -102,6 +102,18 @@ def test_the_page_compares_time_and_speed_of_the_record() -> None:
     assert [_overlap(humaneval, "cr8", chains) for chains in CHAINS] == [True, True, False]
 
 
+def test_the_page_quotes_the_times_of_the_engine_before() -> None:
+    found = record("qwen25_coder_0_5b_earlier_seconds.json")
+    gsm8k, math500 = (_measured(found["seconds"][task]) for task in ("gsm8k", "math500"))
+    assert found["commit"].startswith("87706e0")
+    assert (
+        f"at 87706e0, the original took {gsm8k['original', 16]['seconds']:.2f} s for GSM8K and "
+        f"{math500['original', 16]['seconds']:.2f} s for MATH-500 with 16 chains. The CR 8 of "
+        f"another training of the same recipe took {gsm8k['cr8', 16]['seconds']:.2f} and "
+        f"{math500['cr8', 16]['seconds']:.2f} s."
+    ) in page_text(PAGE)
+
+
 def test_the_page_compares_accuracy_at_equal_time() -> None:
     text, found = page_text(PAGE), record(CASES["Qwen"])["seconds"]
     gsm8k, math500, humaneval = (_accuracies(_measured(found[task])) for task in TASKS.values())

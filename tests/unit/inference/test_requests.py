@@ -251,6 +251,26 @@ def test_an_interrupted_turn_closes_the_conversation(directory, monkeypatch):
 
 
 @pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
+def test_a_step_that_cannot_start_waits_for_the_one_in_flight(start, monkeypatch):
+    """The inputs of a running graph must not change."""
+    engine = start(kernels="triton", decode_steps=4)
+    engine.add_request(random_ids(5), replace(GREEDY, max_tokens=20), final_only=True)
+    while not engine._launched:
+        engine.step()
+    in_flight, waited = list(engine._launched), []
+
+    def failed(*args):
+        raise Interrupted
+
+    monkeypatch.setattr(engine._runner, "launch", failed)
+    monkeypatch.setattr(engine._runner, "wait", waited.append)
+    with pytest.raises(Interrupted):
+        engine.step()
+    assert waited == in_flight
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.skipif(not dispatch.is_supported(DEVICE), reason="needs triton's interpreter")
 def test_a_step_too_many_is_not_counted(start):
     """Requests stop while their next step is in flight, at a token, a time or `max_tokens`.
 
