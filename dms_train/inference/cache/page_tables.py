@@ -30,6 +30,7 @@ class PageTables:
         pool: As given.
         tables: int32 [layers, rows, h, p], page numbers.
         lengths: int32 [layers, rows, h], slots in use.
+        in_row: Lists of a row in all layers.
         shared_pages: Upper bound of the shared pages of each row. Snapshots set it, and the caller
             that frees the row resets it.
         copying: Rows whose decode steps may store tokens in shared pages, which they copy first.
@@ -42,6 +43,7 @@ class PageTables:
         put: dict[str, Any] = {"dtype": torch.int32, "device": pool.device}
         self.tables = torch.zeros(layers, rows, heads, places, **put)
         self.lengths = torch.zeros(layers, rows, heads, **put)
+        self.in_row = layers * heads
         numbers = torch.arange(self.lengths.numel(), device=pool.device)
         self._numbers = numbers.view(layers, rows, heads)
         self._nothing = torch.zeros_like(self.lengths).view(-1)

@@ -80,8 +80,7 @@ class PagedKVCache:
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
         eviction_interval: Number of generated tokens after which the policy's hooks evict. Captured
             decode steps do not compute the last of them. None if the hooks are not used.
-        changes_known_pages: Whether decode steps change only pages of the window and the last page,
-            and copies of pages need nothing else.
+        changes_known_pages: Whether decode steps change pages of the window and the last one only.
         states: States of layers with linear attention; None without.
         lists: Page tables and lengths of the KV lists.
     """
@@ -438,9 +437,8 @@ class PagedKVCache:
 
     def pages_of_steps(self, row: int, steps: int) -> int:
         """Return the most pages that steps of one token each of a row take or copy."""
-        layers, _, heads = self.lists_shape
         copies = self.pool.sharing and row in self.lists.copying
-        return layers * heads * (steps if copies else self._pages_of(steps))
+        return self.lists.in_row * (steps if copies else self._pages_of(steps))
 
     def own_changing_pages(self, rows: list[int], spare: float) -> None:
         """Copy the shared pages that decode steps may change, so that bursts need fewer pages."""
@@ -457,8 +455,7 @@ class PagedKVCache:
 
     def prepare(self, sequences: int, tokens: int = 1) -> None:
         """Reserve slots for `tokens` more tokens of `sequences` sequences, in all layers."""
-        layers, _, heads, _ = self.lists.tables.shape
-        self.pool.reserve(layers * sequences * heads * self._pages_of(tokens))
+        self.pool.reserve(sequences * self.lists.in_row * self._pages_of(tokens))
 
     @contextmanager
     def reserved(self, parts: list[tuple[int, int]]) -> Iterator[None]:
@@ -467,8 +464,7 @@ class PagedKVCache:
         Args:
             parts: Row and number of tokens of each sequence.
         """
-        layers, _, heads = self.lists_shape
-        taken = layers * heads * sum(self._pages_of(tokens) for _, tokens in parts)
+        taken = self.lists.in_row * sum(self._pages_of(tokens) for _, tokens in parts)
         prompts = [row for row, tokens in parts if tokens > 1]
         self.lists.copying.update(row for row in prompts if self.lists.shared_pages[row])
         self.pool.reserve(taken + sum(self.most_copies(row, tokens) for row, tokens in parts))

@@ -62,9 +62,8 @@ def _most_changing(lists: PageTables, evicting: Sequence[EvictingLayers]) -> int
 
     Without eviction these are the last pages of its lists.
     """
-    layers, _, heads = lists.lengths.shape
     more = sum(len(each.layers) * each.rings.shape[-1] for each in evicting)
-    return heads * (layers + more)
+    return lists.in_row + lists.lengths.shape[2] * more
 
 
 def _changing_pages(lists: PageTables, evicting: Sequence[EvictingLayers], rows: Tensor) -> Tensor:

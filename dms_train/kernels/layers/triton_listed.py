@@ -15,6 +15,7 @@ from dms_train.kernels.layers.triton_rank import (
     BLOCK,
     Order,
     best_of,
+    block_of,
     logit_of,
     parts_of,
     rank_of,
@@ -58,9 +59,7 @@ def _list_kernel(
     blocks = tl.cdiv(vocab, BLOCK * parts)
     total = tl.zeros([BLOCK], tl.int64)
     for number in range(blocks):
-        token = (part * blocks + number) * BLOCK + tl.arange(0, BLOCK)
-        at = logits_ptr + batch.to(tl.int64) * vocab + token
-        logits = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        token, logits = block_of(logits_ptr, batch, part * blocks + number, vocab, BLOCK)
         if top_k <= 0:
             total += tl.where(token < vocab, weight_of(logits, temperature, top), 0)
         taken = ((token < vocab) & (logits >= near)).to(tl.int32)

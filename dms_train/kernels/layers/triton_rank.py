@@ -72,6 +72,14 @@ def weight_of(logits, temperature, top):
 
 
 @triton.jit
+def block_of(logits_ptr, batch, number, vocab, BLOCK: tl.constexpr):
+    """Return the tokens of a block of the vocabulary and their logits, float32; -inf after it."""
+    token = number * BLOCK + tl.arange(0, BLOCK)
+    at = logits_ptr + batch.to(tl.int64) * vocab + token
+    return token, tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def best_of(best_ptr, batch, PARTS: tl.constexpr):
     """Return the largest logit of a sequence."""
     return tl.max(tl.load(best_ptr + batch * PARTS + tl.arange(0, PARTS)), 0)

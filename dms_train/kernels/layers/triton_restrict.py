@@ -23,6 +23,7 @@ from dms_train.kernels.layers.triton_rank import (
     PARTS,
     Order,
     best_of,
+    block_of,
     parts_of,
     rank_of,
     weight_of,
@@ -45,10 +46,8 @@ def _best_kernel(
     blocks = tl.cdiv(vocab, BLOCK * PARTS)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for number in range(blocks):
-        token = (part * blocks + number) * BLOCK + tl.arange(0, BLOCK)
-        at = logits_ptr + batch.to(tl.int64) * vocab + token
-        logits = tl.load(at, mask=token < vocab, other=float("-inf"))
-        best = tl.maximum(best, logits.to(tl.float32))
+        _, logits = block_of(logits_ptr, batch, part * blocks + number, vocab, BLOCK)
+        best = tl.maximum(best, logits)
     tl.store(best_ptr + batch * PARTS + part, tl.max(best, 0))
 
 
@@ -111,9 +110,7 @@ def _narrow_kernel(
     blocks = tl.cdiv(vocab, BLOCK * parts)
     sums = tl.zeros([_STEPS], tl.int64)
     for number in range(blocks):
-        token = (part * blocks + number) * BLOCK + tl.arange(0, BLOCK)
-        at = logits_ptr + batch.to(tl.int64) * vocab + token
-        logits = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        token, logits = block_of(logits_ptr, batch, part * blocks + number, vocab, BLOCK)
         rank = rank_of(logits, token, ZERO_BITS, TOKEN_BITS)
         taken = (token < vocab) & (rank >= lowest)
         if tl.max(taken.to(tl.int32), 0) > 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dms_train.kernels.launch import can_overlap
 from dms_train.kernels.layers import triton_restrict
-from dms_train.kernels.layers.triton_rank import BLOCK, Order, best_of, parts_of, rank_of
+from dms_train.kernels.layers.triton_rank import BLOCK, Order, best_of, block_of, parts_of, rank_of
 from dms_train.kernels.layers.types import SampleWorkspace, SamplingLimits
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
@@ -90,9 +90,7 @@ def _sample_kernel(
     blocks = tl.cdiv(vocab, BLOCK * PARTS)
     best, winner = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32) + vocab
     for number in range(blocks):
-        token = (part * blocks + number) * BLOCK + tl.arange(0, BLOCK)
-        at = logits_ptr + batch.to(tl.int64) * vocab + token
-        scores = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        token, scores = block_of(logits_ptr, batch, part * blocks + number, vocab, BLOCK)
         if temperature > 0:
             scaled, left = scores.to(tl.float64) / temperature, token < vocab
             if lowest_ptr is not None:
