@@ -53,7 +53,10 @@ _STEPS = 270  # of the base
 _NO_EVICTION = ("stage.zero_neuron.steps=210", "stage.retrofit.target_cr=1")
 _LONG = ("data.seq_length=4096", "data.micro_batch_size=8", "data.global_batch_size=16")
 _LAYERS = ("parallel.layers=transformer_engine",)
-_FROZEN = ("stage.zero_neuron.steps=1", "stage.hold.steps=119", "optim.lr=3e-4")  # as many steps
+_FROZEN = (  # gates alone, for as many steps
+    *("method.train=channel", "optim.lr=3e-4"),
+    *("stage.zero_neuron.steps=1", "stage.hold.steps=119"),
+)
 _TRIM_KV = ("method=trim_kv", "method.window=0", "stage.export.format=trim_kv", *_FROZEN)
 _OFFSETS = (3.5, 4, 4.5)  # thresholds of kvzap, whose own is 5
 _KVZAP = ("method=kvzap", "method.window=128", "stage.export.format=kvzap", *_FROZEN)

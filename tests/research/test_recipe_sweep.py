@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dms_train import limits
 from dms_train.cli.config_source import compose, compose_evaluation
 from research.recipe import sweep as module
-from research.recipe.steps import ORIGINAL
+from research.recipe.steps import ORIGINAL, RECIPES
 from research.recipe.sweep import VARIANTS, Sweep, overrides, rows, steps, table
 
 
@@ -59,6 +60,13 @@ def test_every_variant_differs_from_the_base_in_its_settings_only(tmp_path: Path
         if "text" in name:
             named = {"data.paths"} | ({"data.weights"} if name == "both-texts" else set())
         assert differing == named, name
+
+
+@pytest.mark.parametrize("recipe", [name for name, each in RECIPES.items() if each.source])
+def test_every_variant_of_a_recipe_can_run(recipe: str, tmp_path: Path) -> None:
+    for name in VARIANTS:
+        config = compose(overrides(sweep(tmp_path, name=recipe), name))
+        assert not list(limits.problems(config)), name
 
 
 def test_an_export_alone_has_no_training_numbers(tmp_path: Path) -> None:
