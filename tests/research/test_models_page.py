@@ -67,6 +67,13 @@ ZEROING = {
     "10 zeroing steps, not 60": "zeroing-in-10-steps",
     "240 zeroing steps": "zeroing-in-240-steps",
 }
+LOSSES = {
+    "the original of these runs": "original",
+    "no change to the loss or the tokens": "base",
+    "400 steps for each unit of the ratio, 240 of hold": "400-steps-per-unit",
+    "`loss.kl_direction=student_teacher`": "KL-from-the-student",
+    "`loss.kl_temperature=2`": "temperature-2",
+}
 WINDOW_64 = {
     "window 64, learning rate 2e-4": "base",
     "25 steps for each unit of the ratio, not 50": "25-steps-per-unit",
@@ -209,7 +216,9 @@ def test_gates_and_windows_are_those_of_the_record() -> None:
         assert cells[3:] == _found(row)
 
 
-@pytest.mark.parametrize(("name", "titles"), [("window_64", WINDOW_64), ("zeroing", ZEROING)])
+@pytest.mark.parametrize(
+    ("name", "titles"), [("window_64", WINDOW_64), ("zeroing", ZEROING), ("losses", LOSSES)]
+)
 def test_short_runs_with_window_64_are_those_of_the_record(
     name: str, titles: dict[str, str]
 ) -> None:
@@ -218,7 +227,9 @@ def test_short_runs_with_window_64_are_those_of_the_record(
     assert set(found) == set(titles.values())
     for title, variant in titles.items():
         row = found[variant]
-        cells = [f"{row['tokens'] / 1e6:.1f}", f"{row['kl']:.4f}"]
+        cells = ["", ""]
+        if variant != "original":
+            cells = [f"{row['tokens'] / 1e6:.1f}", f"{row['kl']:.4f}"]
         cells.append(_ratio(row))
         cells += [f"{row[part]['perplexity']:.2f}" for part in ("window", "continuation")]
         assert rows[title] == [*cells, *_found(row)]
@@ -239,6 +250,23 @@ def test_the_page_states_what_zeroing_and_the_channel_alone_change() -> None:
         f"the ratio stays at {found['lr-1e-5']['continuation']['cr_factor']:.1f}",
     ):
         assert sentence in page_text(SETTINGS)
+
+
+def test_the_page_states_what_longer_training_changes() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_losses.json")["rows"]}
+    longer, base = found["400-steps-per-unit"], found["base"]
+    text = page_text(SETTINGS)
+    ratios = [row["continuation"]["cr_factor"] for row in (longer, base)]
+    perplexities = [row["continuation"]["perplexity"] for row in (longer, base)]
+    assert f"end at a ratio of {ratios[0]:.1f}" in text
+    assert f"{100 * (1 - longer['kl'] / base['kl']):.0f} % less KL" in text
+    assert f"lower the KL by {100 * (1 - longer['kl'] / base['kl']):.0f} %" in text
+    assert f"differs by {perplexities[0] - perplexities[1]:.2f}, at a ratio" in text
+    assert f"at a ratio {100 * (1 - ratios[0] / ratios[1]):.0f} % lower" in text
+    assert longer["needles_4096"] == base["needles_4096"]
+    assert longer["needles_2048"] == base["needles_2048"]
+    for name in ("KL-from-the-student", "temperature-2"):  # as two equal runs differ
+        assert abs(found[name]["continuation"]["perplexity"] - perplexities[1]) < 0.1
 
 
 @pytest.mark.parametrize(
