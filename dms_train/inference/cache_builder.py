@@ -158,7 +158,8 @@ def kept_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
 
 def _copies(policy: CachePolicy, options: EngineOptions) -> int:
     """Return the number of copies of a policy's state per sequence: its own and its snapshot's."""
-    return 2 if options.enable_prefix_caching and policy.shareable else 1
+    shared = policy.shareable or policy.shareable_prompts
+    return 2 if options.enable_prefix_caching and shared else 1
 
 
 def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:

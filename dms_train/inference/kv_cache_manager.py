@@ -47,7 +47,9 @@ class KVCacheManager:
         self._cache = cache
         # `free` takes slices of it, because a tensor made on the host would wait for the GPU
         self._rows = torch.arange(options.max_num_seqs, device=options.device)
-        self._shared = options.enable_prefix_caching and cache.policy.shareable
+        policy, caching = cache.policy, options.enable_prefix_caching
+        self._shares = caching and policy.shareable
+        self._shares_prompts = caching and (policy.shareable or policy.shareable_prompts)
         self._prefixes = PrefixCache(options.max_num_seqs)
         self._admitted: dict[int, Sequence] = {}  # key: batch slot
 
@@ -74,16 +76,16 @@ class KVCacheManager:
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Return the length of the longest snapshot that a sequence can start from."""
-        return self._prefixes.length(sequence.shareable, sequence.request_id)
+        return self._prefixes.length(self._shareable(sequence), sequence.request_id)
 
     def find_prefix_leader(self, sequence: Sequence) -> Sequence | None:
         """Return an admitted sequence about to take a snapshot worth waiting for, if any.
 
         The snapshot must cover at least half of the tokens that the waiting sequence must compute.
         """
-        if not self._shared:
+        if not self._shares_prompts:
             return None
-        tokens = sequence.shareable
+        tokens = self._shareable(sequence)
         cached = self.cached_tokens(sequence)
         least = (len(tokens) + cached) / 2
         for other in self._admitted.values():
@@ -99,7 +101,7 @@ class KVCacheManager:
         self.assign(sequence)
         self._admitted[sequence.batch_slot] = sequence
         restored = self._prefixes.restore(
-            sequence.shareable, sequence.request_id, sequence.batch_slot
+            self._shareable(sequence), sequence.request_id, sequence.batch_slot
         )
         sequence.num_computed_tokens = restored
         if not sequence.output or sequence.score_only:
@@ -123,7 +125,7 @@ class KVCacheManager:
         """
         if keep_for is None:
             return self._prefixes.reclaim(None, None)
-        return self._prefixes.reclaim(keep_for.shareable, keep_for.request_id)
+        return self._prefixes.reclaim(self._shareable(keep_for), keep_for.request_id)
 
     def take_planned(self, sequence: Sequence) -> None:
         """Take a snapshot if one is planned after the tokens computed so far."""
@@ -133,12 +135,17 @@ class KVCacheManager:
     def finish(self, sequence: Sequence) -> None:
         """Take a snapshot of a finished sequence, for prompts that continue it."""
         generated = sequence.num_computed_tokens and not sequence.score_only
-        if self._shared and sequence.batch_slot is not None and generated:
+        if self._shares and sequence.batch_slot is not None and generated:
             self._take(sequence)
 
     def forget(self, request_id: str) -> None:
         """Release the snapshots that only this request may use."""
         self._prefixes.forget(request_id)
+
+    def _shareable(self, sequence: Sequence) -> list[int]:
+        """Return the first tokens that a snapshot may provide, followed by one token to compute."""
+        tokens = sequence.shareable
+        return tokens if self._shares else tokens[: sequence.prompt_end]
 
     def _snapshot_points(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the lengths at which snapshots of a prompt are taken.
@@ -148,7 +155,7 @@ class KVCacheManager:
         if sequence.index:
             return ()  # the first continuation takes them
         points = {sequence.prompt_end - 1} if sequence.params.n > 1 else set()
-        if self._shared:
+        if self._shares_prompts:
             common = self._prefixes.common_prefix(sequence.tokens[: sequence.prompt_end])
             if not self._is_planned(sequence.tokens[:common], sequence):
                 points.add(common)
@@ -173,7 +180,7 @@ class KVCacheManager:
         assert sequence.batch_slot is not None
         take = partial(self._snapshot, sequence.batch_slot)
         own = sequence.score_only and sequence.num_computed_tokens == sequence.prompt_end - 1
-        owner = None if self._shared and not own else sequence.request_id
+        owner = None if self._shares_prompts and not own else sequence.request_id
         self._prefixes.add(sequence.tokens[: sequence.num_computed_tokens], take, owner)
 
     def _snapshot(self, batch_slot: int) -> Snapshot:

@@ -223,6 +223,8 @@ class CachePolicy:
             depend only on the tokens up to it, not on the request or on the division of a prompt
             into passes. A scored policy that evicts inside a prompt must state one token in
             `max_tokens`.
+        shareable_prompts: Whether they can start from the state after a token before the end of a
+            prompt, which then depends on the tokens up to it alone. `shareable` implies it.
         evicts_prompt_only: Whether prompt tokens are evicted no later than `window` tokens after
             the end of the prompt.
     """
@@ -234,6 +236,7 @@ class CachePolicy:
     state_tokens: int = 0
     window: int = 0
     shareable: bool = True
+    shareable_prompts: bool = False
     evicts_prompt_only: bool = True
 
     def kernel_rule(self) -> KernelRule | str:

@@ -45,6 +45,7 @@ class EveryStepPolicy(CachePolicy):
         self._options = options
         self.streams = options.prefill == STREAM
         self.shareable = options.fixed and self.streams
+        self.shareable_prompts = not self.streams
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
         """Return the number of tokens of a pass: with `stream`, first the budget, then 1."""

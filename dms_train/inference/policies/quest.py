@@ -59,6 +59,7 @@ class QuestPolicy(CachePolicy):
     """
 
     shareable = False  # a prompt reads all tokens, generated text does not
+    shareable_prompts = True
 
     def __init__(self, options: QuestOptions) -> None:
         self._options = options

@@ -67,6 +67,7 @@ class ScorePolicy(CachePolicy):
 
     def __init__(self, options: ScoreOptions) -> None:
         self.options = options
+        self.shareable_prompts = options.block is None
         self.evicts_prompt_only = options.interval is None
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
@@ -129,12 +130,12 @@ class ScorePolicy(CachePolicy):
         wide = torch.promote_types(slots.key.dtype, torch.float32)
         scores = torch.zeros_like(slots.position, dtype=wide)
         attention = window_attention(slots, sequences) if self.recent_queries else None
+        far = torch.iinfo(torch.int64).max
+        by_position = slots.position.masked_fill(slots.position < 0, far).argsort(-1)
         for i, tokens in enumerate(self._held(slots, sequences)):
             if not tokens:
                 continue
-            position = slots.position[i : i + 1]
-            order = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argsort(-1)
-            order = order[..., :tokens]
+            order = by_position[i : i + 1, :, :tokens]
             index = order[..., None].expand(-1, -1, -1, slots.key.shape[-1])
             keys, values = (
                 x[i : i + 1].gather(2, index).to(wide) for x in (slots.key, slots.value)

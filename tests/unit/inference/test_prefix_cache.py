@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,24 @@ CACHES = [
     pytest.param("window", COMPACT, id="window"),
     pytest.param("dms", DENSE, id="dms-dense"),
     PAGED,
+]
+WHOLE_PROMPTS = [
+    pytest.param("snapkv", {"cr": 2.0, "window": 4, "kernel": 3}, COMPACT, id="snapkv"),
+    pytest.param("r_kv", {"cr": 2.0, "window": 2, "interval": 3}, COMPACT, id="r_kv"),
+    pytest.param("knorm", {"cr": 2.0, "interval": 2, "decode_only": True}, COMPACT, id="knorm"),
+    pytest.param("h2o", {"cr": 2.0, "prefill": "dense"}, COMPACT, id="h2o"),
+    pytest.param("tova", {"cr": 2.0, "prefill": "dense"}, COMPACT, id="tova"),
+    pytest.param("quest", {"budget": 8, "page": 4}, COMPACT, id="quest"),
+    *(
+        pytest.param(
+            policy, values, {"kernels": "triton"}, marks=NEEDS_TRITON, id=f"{policy}-triton"
+        )
+        for policy, values in (
+            ("snapkv", {"cr": 2.0, "window": 4, "kernel": 3}),
+            ("h2o", {"cr": 2.0, "prefill": "dense"}),
+            ("quest", {"budget": 8, "page": 4}),
+        )
+    ),
 ]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
@@ -191,6 +210,57 @@ def test_prompts_that_begin_alike_share_their_beginning(folder):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         # the second prompt shows how far they agree; from the third on that part is known
         assert output.kv.cached_tokens == (60 if number >= 2 else 0)
+
+
+def small(policy: str, values: dict, how: dict) -> EngineOptions:
+    return EngineOptions(
+        policy=policy, policy_options=values, enable_prefix_caching=True, **how, **SIZES
+    )
+
+
+@pytest.mark.parametrize(("policy", "values", "how"), WHOLE_PROMPTS)
+def test_policies_that_evict_after_a_prompt_share_its_beginning(folder, policy, values, how):
+    directory = folder("llama", small_spec("dms"))
+    engine = InferenceEngine(directory, small(policy, values, how))
+    plain = LLM(directory, policy=policy, policy_options=values, kernels="reference", **SIZES)
+    system, answer = random_ids(24, seed=9), SamplingParams(max_tokens=6, temperature=0.0)
+    for number in range(4):
+        prompt = [*system, number, *random_ids(3 + number, seed=number)]
+        (expected,) = plain.generate(prompt, answer)
+        engine.add_request(prompt, answer)
+        (output,) = finished(engine)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.kv.cached_tokens == (24 if number >= 2 else 0)
+        assert output.kv.kv_reads == expected.kv.kv_reads
+        assert output.kv.live_tokens == expected.kv.live_tokens
+    assert leaks(engine) == 0
+
+
+@pytest.mark.parametrize(("policy", "values", "how"), WHOLE_PROMPTS)
+def test_generated_tokens_are_shared_by_prompts_that_hold_them_alone(folder, policy, values, how):
+    directory = folder("llama", small_spec("dms"))
+    engine = InferenceEngine(directory, small(policy, values, how))
+    plain = LLM(directory, policy=policy, policy_options=values, kernels="reference", **SIZES)
+    question, answer = random_ids(20, seed=4), SamplingParams(max_tokens=8, temperature=0.0)
+    engine.add_request(question, answer)
+    (first,) = finished(engine)
+    given = [*question, *first.outputs[0].token_ids]
+    for number in range(3):
+        prompt = [*given, number, 1]
+        engine.add_request(prompt, answer)
+        (output,) = finished(engine)
+        (expected,) = plain.generate(prompt, answer)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.kv.cached_tokens == (0, 20, 28)[number]
+    # without its answer, the question alone has evicted tokens at the end of such a snapshot
+    engine.add_request(question, replace(answer, max_tokens=12))
+    reached = 0
+    while engine.has_unfinished_requests():
+        for sequence in engine._scheduler.admitted:
+            reached = max(reached, len(sequence.tokens))
+            assert engine._cache_manager.cached_tokens(sequence) < len(question)
+        engine.step()
+    assert reached > 28
 
 
 @pytest.mark.parametrize(
