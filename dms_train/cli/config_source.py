@@ -133,10 +133,10 @@ def from_hydra(node: Any) -> RunConfig:
 
 def explain(overrides: Sequence[str], config_dir: Path | None = None) -> None:
     """Refuse overrides that name no key or no group option, before Hydra sees them."""
-    groups = group_options(config_dir)
+    groups, known = group_options(config_dir), list(valid_paths())
     problems = []
     for text in overrides:
-        problem = _explain_one(text, groups)
+        problem = _explain_one(text, groups, known)
         if problem:
             problems.append(problem)
     if problems:
@@ -152,7 +152,7 @@ def group_options(config_dir: Path | None = None) -> dict[str, list[str]]:
     return options
 
 
-def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
+def _explain_one(text: str, groups: dict[str, list[str]], known: list[str]) -> str | None:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
@@ -169,7 +169,6 @@ def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
             f"{_PRESET}={override.value()}: a preset is chosen with its values; choose one of "
             f"{', '.join(f'method={name}' for name in groups['method'])}"
         )
-    known = list(valid_paths())
     if key in known:
         again = override.is_add() and not _assigns_block(override)
         return f"+{key}: every run has this key; write {key}=... without the +" if again else None

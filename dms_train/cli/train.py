@@ -21,6 +21,8 @@ from dms_train.config.build import ConfigError
 from dms_train.config.frozen import read_frozen
 from dms_train.config.schema import RunConfig
 
+_SESSION = "dms_train.app.session"
+
 
 def main() -> None:
     """Run the command; exit code 0, 2 for a refused configuration or data, 130 for Ctrl-C."""
@@ -60,11 +62,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _run(config: RunConfig, until: str | None = None) -> None:
+    imported = _SESSION in sys.modules
     gc.disable()  # passes over what imports leave in memory take a second
     from dms_train.app.session import run  # after the configuration was checked
 
     gc.enable()
-    if not gc.get_freeze_count():
+    if not imported:
         gc.freeze()  # megatron collects garbage before each checkpoint: not among what is imported
     run(config, until)
 
