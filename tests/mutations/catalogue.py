@@ -360,14 +360,14 @@ MUTATIONS = [
         POLICY,
         "$QUERY[:, None, :, None] - $SLOTS.position[:, :, None, :] > self.window",
         "$QUERY[:, None, :, None] - $SLOTS.position[:, :, None, :] >= self.window",
-        "tests/unit/inference/test_cache.py::test_equals_the_visibility_rule[0.5-delayed-1-9chunks-compact]",
+        "tests/unit/inference/test_cache.py::test_equals_the_visibility_rule[0.5-delayed-1-6chunks-compact]",
     ),
     Mutation(
         "the cache ignores the decision shift",
         POLICY,
         "$SLOTS.position + shift - $BASE",
         "$SLOTS.position - $BASE",
-        "tests/unit/inference/test_cache.py::test_equals_the_visibility_rule[0.5-delayed-1-9chunks-compact]",
+        "tests/unit/inference/test_cache.py::test_equals_the_visibility_rule[0.5-delayed-1-6chunks-compact]",
     ),
     Mutation(
         "the cache of pages lets tokens go one token early",

@@ -48,7 +48,7 @@ def test_equals_brute_force(folder, oracle, preset, eviction, chunk):
     directory = folder("llama", spec)
     prompts = [random_ids(n, seed=n) for n in (1, WINDOW, 30)]
     llm = LLM(directory, prefill_chunk=chunk, page_slots=PAGE, slab_pages=1)
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0.0))
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=3 * WINDOW, temperature=0.0))
     a = tiny_architecture("llama")
     slot_bytes = 2 * a.kv_channels * 4 + 4 + 4  # float32 keys and values, position, mark
     for prompt, output in zip(prompts, outputs, strict=True):

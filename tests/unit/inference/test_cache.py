@@ -96,7 +96,14 @@ def masked(data, allowed):
     return scores.masked_fill(~repeat[2], -torch.inf).softmax(-1) @ repeat[1]
 
 
-CHUNKS = [(1,) * 60, (60,), (7,) * 8 + (4,), (20,) + (1,) * 40, (1, 19, 1, 1, 1, 30, 7)]
+LENGTH = 36
+CHUNKS = [
+    (1,) * LENGTH,
+    (LENGTH,),
+    (7,) * 5 + (1,),
+    (12,) + (1,) * 24,
+    (1, 11, 1, 1, 1, 14, 7),
+]
 
 
 @pytest.mark.parametrize("build", [compact, dense])
@@ -106,7 +113,7 @@ CHUNKS = [(1,) * 60, (60,), (7,) * 8 + (4,), (20,) + (1,) * 40, (1, 19, 1, 1, 1,
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_equals_the_visibility_rule(build, chunks, shift, eviction, share):
     spec = PRESETS["dms"].override(window=WINDOW, decision_shift=shift, eviction=eviction)
-    data = text(60, share=share)
+    data = text(LENGTH, share=share)
     output, reads, live = feed(build(DMSPolicy(WINDOW, spec.governing_shift)), data, chunks)
     allowed = visible(data[3], spec)
     torch.testing.assert_close(output, masked(data, allowed))
@@ -119,11 +126,11 @@ def test_equals_the_visibility_rule(build, chunks, shift, eviction, share):
 @pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
 def test_sinks_stay_although_they_are_marked(build, chunks):
     spec = PRESETS["dms"].override(window=WINDOW)
-    data, sinks = text(60, share=0.9), torch.arange(60) < 3
+    data, sinks = text(LENGTH, share=0.9), torch.arange(LENGTH) < 3
     policy = build_policy("dms", {"sinks": 3}, spec)
     assert isinstance(policy.kernel_rule(), str)  # a reason
     output, reads, _ = feed(build(policy), data, chunks)
-    causal = torch.ones(60, 60, dtype=torch.bool).tril()
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     allowed = visible(data[3], spec)
     assert not allowed[..., -1, sinks].all()
     allowed = allowed | (causal & sinks)
@@ -134,8 +141,8 @@ def test_sinks_stay_although_they_are_marked(build, chunks):
 @pytest.mark.parametrize("build", [compact, dense])
 @pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
 def test_keep_all_and_window(build, chunks):
-    data, i = text(60), torch.arange(60)
-    causal = (i[None] <= i[:, None]).expand(2, HEADS, 60, 60)
+    data, i = text(LENGTH), torch.arange(LENGTH)
+    causal = (i[None] <= i[:, None]).expand(2, HEADS, LENGTH, LENGTH)
     torch.testing.assert_close(feed(build(KeepAllPolicy()), data, chunks)[0], masked(data, causal))
     near = causal & (i[:, None] - i[None] <= WINDOW)
     output, _, live = feed(build(WindowPolicy(WINDOW)), data, chunks)

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from tests.unit.inference.conftest import WINDOW, small_spec
 
-OPTIONS = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 SPECS = [
     ("llama", "dms", {}),
     ("llama", "dms_fastdms", {}),

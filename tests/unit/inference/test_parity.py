@@ -14,7 +14,7 @@ from tests.unit.inference.conftest import WINDOW, random_ids, small_spec
 
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 40)
-NEW = 40
+NEW = 3 * WINDOW
 SMALL = {"page_slots": 4, "slab_pages": 8}
 # A family runs with one preset and one size of chunks, llama with every preset; `test_matrix` has
 # every combination.
@@ -87,7 +87,7 @@ def test_turns(folder, assert_greedy, family, preset):
     with llm.conversation() as conversation:
         for turn, length in enumerate((12, 1, 30)):
             prompt = random_ids(length, seed=turn)
-            output = conversation.say(prompt, greedy(20))
+            output = conversation.say(prompt, greedy(12))
             tokens += prompt
             assert_greedy(directory, tokens, output.outputs[0].token_ids)
             tokens += output.outputs[0].token_ids
@@ -124,7 +124,7 @@ def test_runs_are_varied(folder):
     """Continuations that repeat one token would hide errors."""
     for family in FAMILIES:
         llm = LLM(folder(family, small_spec("dms")))
-        for output in llm.generate([random_ids(n, seed=n) for n in LENGTHS[::2]], greedy(30)):
+        for output in llm.generate([random_ids(n, seed=n) for n in LENGTHS[::2]], greedy()):
             assert len(set(output.outputs[0].token_ids)) >= 5
 
 
@@ -133,7 +133,7 @@ def test_sampled(folder, oracle, family, preset):
     """Replaying the draws on the masked model's logits gives the same tokens."""
     directory = folder(family, small_spec(preset))
     prompts = [random_ids(length, seed=length) for length in (1, 9, 33)]
-    params = [SamplingParams(max_tokens=50, top_k=20, top_p=0.95, seed=i) for i in range(3)]
+    params = [SamplingParams(max_tokens=NEW, top_k=20, top_p=0.95, seed=i) for i in range(3)]
     outputs = LLM(directory, prefill_chunk=7, **SMALL).generate(prompts, params)
     for prompt, how, output in zip(prompts, params, outputs, strict=True):
         ids = output.outputs[0].token_ids
@@ -141,8 +141,8 @@ def test_sampled(folder, oracle, family, preset):
         rows = [SamplingRow(how, how.seed, 0, prompt, ids[:place]) for place in range(len(ids))]
         replayed = [drawn.token for drawn in sample(logits[len(prompt) - 1 : -1], rows)]
         assert replayed == ids
-        assert len(set(ids)) > 15
-        assert decisions.double().mean() >= 0.3
+        assert len(set(ids)) > NEW // 2
+        assert decisions.double().mean() >= 0.25
 
 
 @pytest.mark.parametrize(("family", "preset", "chunk"), CHUNKED)

@@ -269,7 +269,7 @@ def test_generated_tokens_are_shared_by_prompts_that_hold_them_alone(folder, pol
 )
 def test_a_small_pool_releases_snapshots_and_changes_no_token(folder, policy, how):
     directory, draw = folder("llama", small_spec("dms")), random.Random(2)
-    count, system, longest = (4, 16, 8) if "kernels" in how else (16, 40, 25)
+    count, system, longest = (4, 16, 8) if "kernels" in how else (12, 40, 25)
     systems = [random_ids(system, seed=100 + i) for i in range(3)]
     work = [
         (

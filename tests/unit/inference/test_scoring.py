@@ -140,13 +140,13 @@ def test_prompt_logprobs_change_no_generated_token(folder):
 
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_small_pool_changes_no_score(folder, shared):
-    sizes = {**SIZES, "prefill_chunk": 4, "cache_bytes": 60_000, "max_num_seqs": 12}
+    sizes = {**SIZES, "prefill_chunk": 4, "cache_bytes": 40_000, "max_num_seqs": 12}
     options = EngineOptions(enable_prefix_caching=shared, **sizes)
     engine = InferenceEngine(folder("llama", DMS), options)
-    for seed in range(6):  # their growth takes the pages of later scored requests
-        growing = SamplingParams(max_tokens=120, seed=seed, ignore_eos=True)
+    for seed in range(3):  # their growth takes the pages of later scored requests
+        growing = SamplingParams(max_tokens=60, seed=seed, ignore_eos=True)
         engine.add_request(random_ids(10, seed=seed), growing)
-    prompts = [random_ids(30 + 4 * i, seed=i) for i in range(8)]
+    prompts = [random_ids(30 + 4 * i, seed=i) for i in range(4)]
     asked = {engine.add_scoring(prompt, CHOICES): prompt for prompt in prompts}
     echoed = {engine.add_request(prompt, PROMPT_ONLY): prompt for prompt in prompts}
     found = run(engine)

@@ -23,7 +23,7 @@ from tests.unit.inference.conftest import random_ids, small_spec
 from tests.unit.inference.test_paged import DEVICE, WINDOW, needs_triton, paged, text
 
 pytestmark = needs_triton
-PROMPT, LENGTH, ROWS = 14, 38, 4
+PROMPT, LENGTH, ROWS = 14, 26, 4
 
 
 def shared_texts(share: float):
@@ -214,7 +214,7 @@ def test_bursts_give_the_tokens_of_single_steps(folder, family, preset, options)
     spec = PRESETS["dmc"].spec if preset == "dmc" else preset and small_spec(preset)
     directory = folder(family, spec)
     how = {"kernels": "triton", "device": DEVICE.type, "max_model_len": 48, "page_slots": 4}
-    params = SamplingParams(n=3, max_tokens=18, temperature=1.0, seed=1, ignore_eos=True)
+    params = SamplingParams(n=3, max_tokens=11, temperature=1.0, seed=1, ignore_eos=True)
     found = []
     for steps in (1, 8):
         engine = InferenceEngine(directory, EngineOptions(decode_steps=steps, **how, **options))
