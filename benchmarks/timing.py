@@ -16,7 +16,7 @@ _QUANTILES = (0.5, 0.2, 0.8)
 _CPU_REPEATS = 5
 # Large enough to be limited by the memory and the tensor cores, not by launches.
 _COPY_BYTES, _GEMM_SIZE = 2**32, 8192
-_CPU_SHRINK = 32  # a CPU gets a copy this much smaller, and a GEMM of an eighth of the edge
+_CPU_SHRINK = 32  # a CPU gets a copy and a GEMM's edge this much smaller
 
 
 class Timing(NamedTuple):
@@ -60,7 +60,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     """Measure bytes read plus written per second of a copy, and FLOP/s of a square bf16 product."""
     small = device.type != "cuda"
     size = _COPY_BYTES // (2 * _CPU_SHRINK if small else 2)
-    edge = _GEMM_SIZE // 8 if small else _GEMM_SIZE
+    edge = _GEMM_SIZE // (_CPU_SHRINK if small else 1)
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source), device)
