@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.definitions import definitions
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("dms_train", "benchmarks", "research", "examples", "scripts")
@@ -38,11 +41,11 @@ def files(folders: tuple[str, ...], pattern: str) -> list[Path]:
 
 
 def docstrings(file: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield getattr(node, "lineno", 1), text
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in (tree, *definitions(tree)):
+        text = ast.get_docstring(node)
+        if text:
+            yield getattr(node, "lineno", 1), text
 
 
 def test_a_docstring_begins_with_a_verb_or_a_noun():
@@ -55,13 +58,20 @@ def test_a_docstring_begins_with_a_verb_or_a_noun():
     assert found == []
 
 
+@functools.cache
+def texts() -> dict[Path, str]:
+    found = [*files(CODE, "*.py"), *files(("docs",), "*.md"), *ROOT.glob("*.md")]
+    return {file: file.read_text(encoding="utf-8") for file in found}
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_has_a_better_one(word):
     pattern = re.compile(rf"\b({word})\b")
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}: write {WORDS[word]}"
-        for file in [*files(CODE, "*.py"), *files(("docs",), "*.md"), *ROOT.glob("*.md")]
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        for file, text in texts().items()
+        if pattern.search(text)
+        for number, line in enumerate(text.splitlines(), 1)
         if pattern.search(line)
     ]
     assert found == []

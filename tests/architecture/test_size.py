@@ -7,6 +7,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from tests.support.definitions import definitions
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
     file
@@ -21,17 +23,18 @@ def functions(file: Path) -> list[tuple[str, int]]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return [
         (f"{file.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1)
-        for node in ast.walk(tree)
+        for node in definitions(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
 
 def test_functions():
-    sizes = [size for file in FILES for _, size in functions(file)]
+    found = {file: functions(file) for file in FILES}
+    sizes = [size for each in found.values() for _, size in each]
     too_long = [
         name
-        for file in FILES
-        for name, size in functions(file)
+        for file, each in found.items()
+        for name, size in each
         if size > (KERNEL_CAP if file.name.startswith("triton_") else FUNCTION_CAP)
     ]
     assert too_long == []
