@@ -392,8 +392,10 @@ def compact(name: str) -> Callable[[Validated], list[Any]]:
 
 VALIDATE: dict[str, Wire] = {
     "samples": Wire(2, lambda v: len(v.found.agreement.lengths)),
-    "problems": Wire(problems_file, lambda v: v.found.num_sheets, SHEETS),
-    "max_problems": Wire(2, lambda v: v.found.num_sheets, others={"problems": problems_file}),
+    "problems": Wire(problems_file, lambda v: v.found.num_sheets, SHEETS, {"max_tokens": 2}),
+    "max_problems": Wire(
+        2, lambda v: v.found.num_sheets, others={"problems": problems_file, "max_tokens": 2}
+    ),
     "max_tokens": Wire(9, generated, 9 - 1, {"problems": problems_file, "max_tokens": 3}),
     "answer_pattern": Wire(
         r"(?s)^\s*(\S)",
