@@ -27,7 +27,9 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
     """
     signature = inspect.signature(function)
     label = function.__qualname__.removesuffix(".__init__")
-    hints = functools.cache(lambda: typing.get_type_hints(function))
+    allowed = functools.cache(
+        lambda: {name: _kinds(hint) for name, hint in typing.get_type_hints(function).items()}
+    )
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,10 +38,10 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
         except TypeError:
             return function(*args, **kwargs)  # Python's own message names the function
         for name, value in given.items():
-            hint = hints().get(name, object)
-            if not any(_fits(value, kind) for kind in _kinds(hint)):
+            kinds = allowed().get(name, [object])
+            if type(value) not in kinds and not any(_fits(value, kind) for kind in kinds):
                 shown = f"={value!r}" if isinstance(value, _SHOWN) else ""
-                wanted = " or ".join(kind.__name__ for kind in _kinds(hint))
+                wanted = " or ".join(kind.__name__ for kind in kinds)
                 raise HFError(
                     f"{label}: {name}{shown} is of type {type(value).__name__}; give {wanted}"
                 )
