@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from dms_train.mcore import groups, runtime
 from dms_train.mcore.options import ParallelOptions
-from tests.support.launch import python
+from tests.support import launch
 
 NAMES: list[tuple[Any, str]] = [
     (torch.cuda, "current_device"),
@@ -107,8 +108,9 @@ def test_groups_can_be_laid_out_again_after_stop() -> None:
     runtime.stop()
 
 
-def test_groups_on_a_cpu_share_one_device_and_keep_their_own_timeouts() -> None:
-    script = """
+def test_groups_on_a_cpu_share_one_device_and_keep_their_own_timeouts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
 import datetime, pathlib
 import torch, torch.distributed as dist
 from dms_train.mcore import groups
@@ -126,6 +128,5 @@ for group, seconds in ((dist.group.WORLD, 180), (own, 50)):
 tasks = pathlib.Path("/proc/self/task").iterdir()
 names = [(task / "comm").read_text().strip() for task in tasks]
 assert names.count("gloo_tcp_loop") == 1, names
-"""
-    done = python("-c", script)
-    assert done.returncode == 0, done.stderr
+""")
+    launch.checked(launch.module("tests.support.run_file", str(script)))
