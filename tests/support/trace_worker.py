@@ -88,7 +88,7 @@ def config(layout: str, **changes: Any) -> RunConfig:
         parallel__recompute_modules=("mlp" if recompute == "mlp" else "core_attn",),
         parallel__params_dtype="bf16",
         data__seq_length=256,
-        data__global_batch_size=64,
+        data__global_batch_size=32,
         **changes,
     )
 
@@ -115,7 +115,7 @@ def whole(layers: tuple[LayerAttention, ...]) -> dict[str, Any]:
         engine, names = collectives._engine(made, model)
         # the recorded step begins by gathering the weights that this one updates
         collectives._step(engine, made, collectives._batches(1, 4, 2), names)
-        batches = collectives._batches(1, made.data.seq_length, 16)
+        batches = collectives._batches(1, made.data.seq_length, 8)
         recorder = collectives._step(engine, made, batches, names)
         collectives.groups.stop(keep_process_group=True)
     return {
