@@ -73,7 +73,7 @@ def test_parts_of_a_message_are_joined(client):
 )
 @settings(max_examples=12)
 def test_the_parts_of_a_stream_are_the_whole_answer(client, seed, stop, n, chat):
-    options = {"model": NAME, "seed": seed, "stop": stop, "n": n, "max_tokens": 30}
+    options = {"model": NAME, "seed": seed, "stop": stop, "n": n, "max_tokens": 15}
     options |= {"temperature": 1.5}
     if chat:
         create, options["messages"] = client.chat.completions.create, CHAT
