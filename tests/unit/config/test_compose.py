@@ -78,13 +78,18 @@ def test_every_key_can_be_overridden_without_a_plus():
                 value = value[name]
 
 
+@functools.cache
+def defaults() -> RunConfig:
+    return compose([*GIVEN, "stage=base", "stage.run=[export]"])
+
+
 @pytest.mark.parametrize(
     ("block", "cls"),
     [(f.name, typing.get_type_hints(RunConfig)[f.name]) for f in dataclasses.fields(RunConfig)],
 )
 def test_yaml_repeats_the_defaults_of_the_code(block, cls):
     """Defaults exist twice, for the command line and for Python; they must not drift apart."""
-    composed = getattr(compose([*GIVEN, "stage=base", "stage.run=[export]"]), block)
+    composed = getattr(defaults(), block)
     if not dataclasses.is_dataclass(cls):
         fields = {f.name: f for f in dataclasses.fields(RunConfig)}
         assert composed == fields[block].default
