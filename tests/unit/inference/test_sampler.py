@@ -13,7 +13,7 @@ from dms_train.inference.sampler import SamplingRow, _restricted, sample, stream
 from tests.support import sampling_truth
 
 LOGITS = torch.tensor([2.0, -1.0, 1.0, 0.0, 1.5])
-DRAWS = 20_000
+DRAWS = 10_000
 
 
 def shares(params: SamplingParams, prompt: tuple = (), output: tuple = ()) -> Tensor:
