@@ -36,7 +36,7 @@ class KVCacheManager:
 
     Snapshots are taken at the end of a prompt with several continuations. With prefix caching they
     are also taken where a prompt departs from an earlier one, and when a generated sequence has
-    finished.
+    finished, unless the policy shares prompts only.
 
     Args:
         cache: The cache.

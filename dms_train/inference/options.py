@@ -80,7 +80,8 @@ class EngineOptions:
         enable_prefix_caching: Keep snapshots of the cache of finished requests and of common
             prefixes of prompts. A request that begins with the tokens of a snapshot starts after
             them. At most `max_num_seqs` snapshots are kept, and fewer if their memory is needed.
-            None are kept for a policy whose decisions depend on the whole request.
+            Policies that evict at the end of a prompt share common prefixes only, and policies
+            whose decisions inside a prompt depend on the whole request share nothing.
         page_slots: Tokens of one page of one KV head.
         slab_pages: Number of pages that are allocated and returned at a time. The cache of the
             kernels ignores it and is allocated once.

@@ -396,16 +396,24 @@ class _Step(Generic[State]):
     def _make_room(self, sequence: State, count: int) -> int:
         """Free pages of others, and return how many of the next `count` tokens have pages then."""
         limits = self._limits
-        while (least := self._most_pages(sequence, 1)) > self._free(least):
+        while not self._has_room(sequence, 1):
             if not self._cache_manager.reclaim() and not self._preempt(self._victim(sequence)):
                 if self._scheduler.admitted == [sequence]:
                     self._end(sequence, "memory")
                 return 0
-        most = self._most_pages(sequence, count)
-        if most > self._free(most):
+        if not self._has_room(sequence, count):
+            most = self._most_pages(sequence, count)
             spare = self._free(most) - most + limits.most_pages(count)
             count = max(1, limits.tokens_within(int(spare)))
         return count
+
+    def _has_room(self, sequence: State, count: int) -> bool:
+        """Return whether the next `count` tokens of an admitted sequence have pages."""
+        for _ in range(2):  # reading the free pages can show that none is shared any more
+            most = self._most_pages(sequence, count)
+            if most <= self._free(most):
+                return True
+        return False
 
     def _most_pages(self, sequence: State, count: int) -> int:
         """Return the most pages that the next `count` tokens of an admitted sequence can take."""

@@ -39,13 +39,14 @@ class EveryStepPolicy(CachePolicy):
     """
 
     scored = True
+    shareable_prompts = True
     evicts_prompt_only = False
 
     def __init__(self, options: EveryStepOptions) -> None:
         self._options = options
         self.streams = options.prefill == STREAM
         self.shareable = options.fixed and self.streams
-        self.shareable_prompts = not self.streams
+        self.shareable_prompts = type(self).shareable_prompts and not self.streams
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
         """Return the number of tokens of a pass: with `stream`, first the budget, then 1."""

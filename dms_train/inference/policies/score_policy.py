@@ -63,11 +63,13 @@ class ScorePolicy(CachePolicy):
     scored = True
     needs_content = True
     shareable = False
+    shareable_prompts = True
     protected: int = 0
 
     def __init__(self, options: ScoreOptions) -> None:
         self.options = options
-        self.shareable_prompts = options.block is None
+        at_the_end = type(self).evicts_after is ScorePolicy.evicts_after and options.block is None
+        self.shareable_prompts = type(self).shareable_prompts and at_the_end
         self.evicts_prompt_only = options.interval is None
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:

@@ -212,7 +212,7 @@ def test_prompts_that_begin_alike_share_their_beginning(folder):
         assert output.kv.cached_tokens == (60 if number >= 2 else 0)
 
 
-def small(policy: str, values: dict, how: dict) -> EngineOptions:
+def sharing(policy: str, values: dict, how: dict) -> EngineOptions:
     return EngineOptions(
         policy=policy, policy_options=values, enable_prefix_caching=True, **how, **SIZES
     )
@@ -221,7 +221,7 @@ def small(policy: str, values: dict, how: dict) -> EngineOptions:
 @pytest.mark.parametrize(("policy", "values", "how"), WHOLE_PROMPTS)
 def test_policies_that_evict_after_a_prompt_share_its_beginning(folder, policy, values, how):
     directory = folder("llama", small_spec("dms"))
-    engine = InferenceEngine(directory, small(policy, values, how))
+    engine = InferenceEngine(directory, sharing(policy, values, how))
     plain = LLM(directory, policy=policy, policy_options=values, kernels="reference", **SIZES)
     system, answer = random_ids(24, seed=9), SamplingParams(max_tokens=6, temperature=0.0)
     for number in range(4):
@@ -236,10 +236,10 @@ def test_policies_that_evict_after_a_prompt_share_its_beginning(folder, policy, 
     assert leaks(engine) == 0
 
 
-@pytest.mark.parametrize(("policy", "values", "how"), WHOLE_PROMPTS)
-def test_generated_tokens_are_shared_by_prompts_that_hold_them_alone(folder, policy, values, how):
+@pytest.mark.parametrize(("policy", "values", "how"), WHOLE_PROMPTS[:6])  # the interpreter is slow
+def test_answers_are_shared_inside_later_prompts_only(folder, policy, values, how):
     directory = folder("llama", small_spec("dms"))
-    engine = InferenceEngine(directory, small(policy, values, how))
+    engine = InferenceEngine(directory, sharing(policy, values, how))
     plain = LLM(directory, policy=policy, policy_options=values, kernels="reference", **SIZES)
     question, answer = random_ids(20, seed=4), SamplingParams(max_tokens=8, temperature=0.0)
     engine.add_request(question, answer)
@@ -253,14 +253,53 @@ def test_generated_tokens_are_shared_by_prompts_that_hold_them_alone(folder, pol
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         assert output.kv.cached_tokens == (0, 20, 28)[number]
     # without its answer, the question alone has evicted tokens at the end of such a snapshot
-    engine.add_request(question, replace(answer, max_tokens=12))
-    reached = 0
-    while engine.has_unfinished_requests():
-        for sequence in engine._scheduler.admitted:
-            reached = max(reached, len(sequence.tokens))
-            assert engine._cache_manager.cached_tokens(sequence) < len(question)
-        engine.step()
-    assert reached > 28
+    longer = replace(answer, max_tokens=14)
+    (expected,) = plain.generate(question, longer)
+    engine.add_request(question, longer)
+    output, done = None, set()
+    while output is None:
+        for sequence in list(engine._scheduler.admitted):
+            length = len(sequence.tokens)
+            if length in (25, 30) and length not in done:
+                done.add(length)
+                engine._scheduler.remove(sequence)  # as a full pool would
+                engine._scheduler.add(sequence)
+        output = next((o for o in engine.step() if o.finished), None)
+    assert done == {25, 30}
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.kv.kv_reads == expected.kv.kv_reads
+
+
+@pytest.mark.parametrize(("policy", "values", "how"), WHOLE_PROMPTS[:1])
+def test_prompts_that_arrive_together_wait_for_their_beginning(folder, policy, values, how):
+    engine = InferenceEngine(folder("llama", small_spec("dms")), sharing(policy, values, how))
+    system = random_ids(24, seed=8)
+    ids = [engine.add_request([*system, number, 1, 2], GREEDY) for number in range(4)]
+    outputs = {output.request_id: output for output in finished(engine)}
+    assert [outputs[i].kv.cached_tokens for i in ids] == [0, 0, 24, 24]
+
+
+def with_pages(directory, pages: int, **how) -> InferenceEngine:
+    """Return an engine of three sequences whose cache has this number of pages."""
+    size, most = 80_000, {"max_num_seqs": 3, "max_model_len": 64}
+    while True:
+        engine = InferenceEngine(directory, EngineOptions(cache_bytes=size, **most, **how, **SIZES))
+        missing = pages - engine._runner.limits.pages
+        if not missing:
+            return engine
+        size += missing * engine._runner.cache.pool.page_bytes
+
+
+@NEEDS_TRITON
+def test_a_request_that_fits_alone_fits_after_a_snapshot_of_its_beginning(folder):
+    how = {"policy": "h2o", "policy_options": {"cr": 2.0, "prefill": "dense"}, "kernels": "triton"}
+    how["enable_prefix_caching"] = True
+    engine = with_pages(folder("llama", small_spec("dms")), 40, **how)  # a request takes 36
+    few = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for number in range(3):
+        engine.add_request([*random_ids(24, seed=9), number, *random_ids(7, seed=number)], few)
+        (output,) = finished(engine)
+        assert output.outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(

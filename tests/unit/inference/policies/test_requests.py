@@ -248,6 +248,12 @@ def test_prefixes_are_shared_where_the_request_does_not_matter(model, policy, ow
     assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
     assert found.kv.kv_reads == fresh.kv.kv_reads
     assert (found.kv.cached_tokens > 0) == built(policy, own).shareable
+    third = first[:20] + random_ids(9, seed=2)
+    found = engine.generate(third, GREEDY)[0]
+    fresh = LLM(model, options(policy, own)).generate(third, GREEDY)[0]
+    assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
+    if not built(policy, own).shareable:
+        assert (found.kv.cached_tokens > 0) == built(policy, own).shareable_prompts
 
 
 def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):

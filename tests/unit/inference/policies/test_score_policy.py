@@ -13,6 +13,7 @@ from dms_train.inference.policies import registry
 from dms_train.inference.policies.attention_scores import window_attention
 from dms_train.inference.policies.base import RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
+from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
 from tests.support.policy_cases import GROUP, HEADS, SIZE
@@ -171,3 +172,17 @@ def test_options_that_exclude_each_other_are_refused():
     ):
         with pytest.raises(InferenceError, match=message):
             build_policy("knorm", own, None)
+
+
+def test_prompts_are_shared_only_if_nothing_is_evicted_before_their_end() -> None:
+    class Early(ScorePolicy):
+        def evicts_after(self, sequences: Sequences) -> torch.Tensor:
+            return sequences.end > 16
+
+    class Private(ScorePolicy):
+        shareable_prompts = False
+
+    assert ScorePolicy(ScoreOptions(cr=2)).shareable_prompts
+    assert not ScorePolicy(ScoreOptions(cr=2, block=4)).shareable_prompts
+    for kind in (Early, Private):
+        assert not kind(ScoreOptions(cr=2)).shareable_prompts
