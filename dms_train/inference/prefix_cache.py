@@ -1,8 +1,8 @@
 """Snapshots of the cache, from which sequences with the same first tokens start.
 
-The state of a cache after a token depends only on the tokens up to it. A sequence that begins with
-the tokens of a snapshot therefore need not compute them again. A snapshot can be taken at any
-token, but cannot be shortened later, because evicted tokens are gone.
+The state of a cache after a token depends only on the tokens up to it, with some policies inside
+prompts alone. A sequence that begins with the tokens of a snapshot therefore need not compute them
+again. A snapshot cannot be shortened later, because evicted tokens are gone.
 """
 
 from __future__ import annotations

@@ -291,6 +291,20 @@ def with_pages(directory, pages: int, **how) -> InferenceEngine:
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("prefill", ["dense", "stream"])
+def test_memory_is_kept_for_the_state_of_snapshots_that_a_policy_shares(folder, prefill):
+    how = {"policy": "h2o", "policy_options": {"cr": 2.0, "prefill": prefill}, "kernels": "triton"}
+    how |= {"max_num_seqs": 3, "max_model_len": 64, "cache_bytes": 60_000, **SIZES}
+    pages = [
+        InferenceEngine(
+            folder("llama", small_spec("dms")), EngineOptions(enable_prefix_caching=caching, **how)
+        )._runner.limits.pages
+        for caching in (True, False)
+    ]
+    assert (pages[0] < pages[1]) == (prefill == "dense")
+
+
+@NEEDS_TRITON
 def test_a_request_that_fits_alone_fits_after_a_snapshot_of_its_beginning(folder):
     how = {"policy": "h2o", "policy_options": {"cr": 2.0, "prefill": "dense"}, "kernels": "triton"}
     how["enable_prefix_caching"] = True
