@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from dms_train.inference.devices import sent
 from dms_train.inference.policies.attention_scores import window_attention
 from dms_train.inference.policies.base import CachePolicy, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.budget import BudgetOptions
@@ -68,8 +69,10 @@ class ScorePolicy(CachePolicy):
 
     def __init__(self, options: ScoreOptions) -> None:
         self.options = options
-        at_the_end = type(self).evicts_after is ScorePolicy.evicts_after and options.block is None
-        self.shareable_prompts = type(self).shareable_prompts and at_the_end
+        kind, own = type(self), ScorePolicy
+        self._regular = (kind.evicts_after, kind.evict_mask) == (own.evicts_after, own.evict_mask)
+        at_the_end = self._regular and options.block is None
+        self.shareable_prompts = kind.shareable_prompts and at_the_end
         self.evicts_prompt_only = options.interval is None
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
@@ -94,12 +97,17 @@ class ScorePolicy(CachePolicy):
         """Return the rule by which the kernels store and attend, and the hooks evict."""
         return BudgetRule(evicts=NEVER, interval=self.options.interval)
 
-    def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """Return the tokens up to the end of the prompt or block, then one at a time."""
-        left = request.prompt - computed
-        if self.options.block is not None:
-            left = min(left, self.options.block - computed % self.options.block)
-        return max(1, left)
+    def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
+        """Return the tokens up to the next eviction or the end of the prompt; None if none comes.
+
+        A subclass that evicts at times of its own gets one token at a time after the prompt.
+        """
+        left, o = request.prompt - computed, self.options
+        if left > 0:
+            return left if o.block is None else min(left, o.block - computed % o.block)
+        if not self._regular:
+            return 1
+        return None if o.interval is None else o.interval - -left % o.interval
 
     def evicts_after(self, sequences: Sequences) -> Tensor:
         """Return whether an eviction is due after this pass, bool [b]."""
@@ -134,20 +142,18 @@ class ScorePolicy(CachePolicy):
         attention = window_attention(slots, sequences) if self.recent_queries else None
         far = torch.iinfo(torch.int64).max
         by_position = slots.position.masked_fill(slots.position < 0, far).argsort(-1)
-        for i, tokens in enumerate(self._held(slots, sequences)):
-            if not tokens:
-                continue
-            order = by_position[i : i + 1, :, :tokens]
+        held = self._held(slots, sequences)
+        for tokens in set(held) - {0}:
+            same = sent([i for i, count in enumerate(held) if count == tokens], scores.device)
+            order = by_position[same, :, :tokens]
             index = order[..., None].expand(-1, -1, -1, slots.key.shape[-1])
-            keys, values = (
-                x[i : i + 1].gather(2, index).to(wide) for x in (slots.key, slots.value)
-            )
+            keys, values = (x[same].gather(2, index).to(wide) for x in (slots.key, slots.value))
             seen = None
             if attention is not None:
-                seen = attention[i : i + 1]
+                seen = attention[same]
                 seen = seen.gather(3, order[:, :, None].expand(-1, -1, seen.shape[2], -1))
             new_scores = self.score(keys, values, seen)
-            scores[i : i + 1].scatter_(2, order, new_scores.to(wide))
+            scores[same] = scores[same].scatter_(2, order, new_scores.to(wide))
         return scores
 
     def _held(self, slots: Slots, sequences: Sequences) -> list[int]:

@@ -28,6 +28,7 @@ NEEDS_TRITON = pytest.mark.skipif(
     not dispatch.is_supported(torch.device("cpu")), reason="needs triton's interpreter"
 )
 PROMPT_ONLY = SamplingParams(max_tokens=0, prompt_logprobs=1)
+REGULAR = {"budget": 9, "window": 4, "interval": 5}
 CHOICES = [random_ids(n, seed=90 + n) for n in (1, 7, 3, 20)]
 
 
@@ -109,8 +110,12 @@ def test_continuations_share_a_prompt_that_is_computed_once(folder, chunk):
         {"policy": "window", "policy_options": {"window": 5}},
         {"policy": "h2o", "policy_options": {"budget": 9}},
         {"policy": "snapkv", "policy_options": {"budget": 9, "window": 4}},
+        {"policy": "r_kv", "policy_options": REGULAR},
         {"policy": "keep_all"},
         pytest.param({"kernels": "triton"}, marks=NEEDS_TRITON),
+        pytest.param(
+            {"kernels": "triton", "policy": "r_kv", "policy_options": REGULAR}, marks=NEEDS_TRITON
+        ),
     ],
     ids=str,
 )
@@ -126,6 +131,24 @@ def test_scores_of_generated_tokens_are_those_of_generating_them(folder, options
     assert wrong.scores.greedy == [True] * 5 + [False]
     assert wrong.scores.logprobs[5] < theirs[5]
     assert (scored.logprobs, made.scores) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "passes"),
+    [
+        ("snapkv", {"budget": 9, "window": 4}, [16, 4, 11]),
+        ("r_kv", REGULAR, [16, 4, 5, 5, 1]),
+        ("h2o", {"budget": 9, "prefill": "dense"}, [16, 4, *[1] * 11]),
+    ],
+)
+def test_given_tokens_are_computed_together_up_to_the_next_eviction(
+    folder, policy, options, passes
+):
+    options = EngineOptions(policy=policy, policy_options=options, **SIZES)
+    engine = InferenceEngine(folder("llama", DMS), options)
+    counts = computed(engine)
+    score(engine, random_ids(20), [random_ids(12, seed=1)])
+    assert counts == passes
 
 
 def test_prompt_logprobs_change_no_generated_token(folder):

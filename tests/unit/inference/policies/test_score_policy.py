@@ -179,10 +179,18 @@ def test_prompts_are_shared_only_if_nothing_is_evicted_before_their_end() -> Non
         def evicts_after(self, sequences: Sequences) -> torch.Tensor:
             return sequences.end > 16
 
+    class Unasked(ScorePolicy):
+        def evict_mask(self, slots: Slots, at: torch.Tensor) -> torch.Tensor:
+            return slots.position[:, :, None] < at[:, None, :, None] - 16
+
     class Private(ScorePolicy):
         shareable_prompts = False
 
+    request = RequestSizes(prompt=20, limit=40, seed=0)
     assert ScorePolicy(ScoreOptions(cr=2)).shareable_prompts
+    assert ScorePolicy(ScoreOptions(cr=2)).max_tokens(request, 20) is None
     assert not ScorePolicy(ScoreOptions(cr=2, block=4)).shareable_prompts
-    for kind in (Early, Private):
+    for kind in (Early, Unasked, Private):
         assert not kind(ScoreOptions(cr=2)).shareable_prompts
+    for kind in (Early, Unasked):
+        assert kind(ScoreOptions(cr=2)).max_tokens(request, 20) == 1
