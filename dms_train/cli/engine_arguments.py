@@ -50,6 +50,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=16, help="concurrent sequences (%(default)s)")
     add("--prefill-chunk", type=int, default=512, help="prompt tokens in one pass (%(default)s)")
     add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens of all sequences in one pass (%(default)s)",
+    )
+    add(
         "--decode-steps",
         type=int,
         default=8,
@@ -91,6 +98,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         enable_prefix_caching=args.enable_prefix_caching,
         max_num_seqs=args.max_num_seqs,
         prefill_chunk=args.prefill_chunk,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         decode_steps=args.decode_steps,
         dtype=args.dtype,
         device=args.device,

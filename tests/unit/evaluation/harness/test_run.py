@@ -268,6 +268,7 @@ def test_sampled_answers_are_asked_for_by_gen_kwargs(workspace):
         (CONTINUE, ("--gen-kwargs", "num_beams=2"), ("num_beams", "not an option")),
         (CHOOSE, ("--apply-chat-template",), ("chat template",)),
         (CHOOSE, ("--prefill-chunk", "0"), ("prefill_chunk=0",)),
+        (CHOOSE, ("--max-num-batched-tokens", "0"), ("max_num_batched_tokens=0",)),
     ],
 )
 def test_refusals_are_one_line_and_offline(
@@ -320,13 +321,14 @@ def test_finished_tasks_are_not_evaluated_again(workspace, capsys):
     marked = json.loads(results.read_text())
     marked["results"][f"{CHOOSE}@1"]["alias"] = "of the first call"
     results.write_text(json.dumps(marked))
-    again = (*given, "--max-num-seqs", "3")
+    again = (*given, "--max-num-seqs", "3", "--max-num-batched-tokens", "24")
     assert main(words(workspace, f"{CHOOSE}@1,{ROLL}", "parts", *again)) == 0
     whole, parts = (
         json.loads((workspace / name / "results.json").read_text()) for name in ("whole", "parts")
     )
     assert parts["results"][f"{CHOOSE}@1"].pop("alias") == "of the first call"
     whole["results"][f"{CHOOSE}@1"].pop("alias")
+    assert parts["dms"]["engine"]["max_num_batched_tokens"] == 24
     assert set(parts["results"]) == set(whole["results"])
     for name, scores in whole["results"].items():
         assert parts["results"][name] == pytest.approx(scores, nan_ok=True), name
