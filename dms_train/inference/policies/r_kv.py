@@ -23,7 +23,7 @@ from dms_train.inference.policies.eviction import newest
 from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below, Share
 
-_ROWS = 1024  # number of keys whose cosines are computed at a time
+_COSINES = 2**26  # most cosines in memory at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,9 @@ def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tenso
     position = slots.position[:, :, None]
     first = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argmin(-1)
     total = torch.zeros_like(key[..., 0])
-    for start in range(0, key.shape[2], _ROWS):
-        cosine = key[:, :, start : start + _ROWS] @ key.transpose(-1, -2)
+    rows = max(1, _COSINES // max(1, held.numel()))
+    for start in range(0, key.shape[2], rows):
+        cosine = key[:, :, start : start + rows] @ key.transpose(-1, -2)
         cosine.diagonal(offset=start, dim1=-2, dim2=-1).zero_()
         repeated = torch.where((cosine > threshold) & held[:, :, None], position, -1)
         latest, dropped = repeated.max(-1)  # newest repeated key of each row
