@@ -12,11 +12,14 @@ _PAGES = {
     "docs/models.md": (
         "nvidia_h200/smollm2_135m.json",
         "*/qwen25_coder_0_5b.json",
-        "*/qwen25_coder_0_5b_p*.json",  # policies, perplexity and prompts
+        "*/qwen25_coder_0_5b_policies*.json",
+        "*/qwen25_coder_0_5b_perplexity.json",
+        "*/qwen25_coder_0_5b_prompts*.json",
         "*/qwen25_coder_0_5b_textbooks.json",
     ),
     _SECONDS: ("*/*_seconds.json",),
     "docs/models/settings.md": ("*/smollm2_sweep*.json",),
+    "docs/models/policies.md": ("*/*_policy_choices.json",),
     "docs/models/earlier_runs.md": (
         "nvidia_h100*/smollm2_135m.json",
         "*/smollm2_135m_first.json",

@@ -13,6 +13,7 @@ RESULTS = ROOT / "research" / "results"
 H100, H200 = "nvidia_h100_80gb_hbm3", "nvidia_h200"
 PAGE = "docs/models.md"
 SETTINGS, EARLIER = "docs/models/settings.md", "docs/models/earlier_runs.md"
+METHODS = "docs/models/policies.md"
 POLICIES = {
     "Quest": "quest",
     "R-KV": "r_kv",
