@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dms_train.kernels.prefill import sparse as prefill
-from dms_train.kernels.prefill.lists import Pages, Tokens
+from dms_train.kernels.prefill.lists import Pages, PrefillState, Tokens, recent_tokens
 from dms_train.kernels.train_attention import reference
 
 
@@ -121,7 +121,7 @@ class InChunks:
             ]
         return padded
 
-    def run(self) -> tuple[Tensor, prefill.PrefillState]:
+    def run(self) -> tuple[Tensor, PrefillState]:
         """Output of all chunks behind each other, and what the last one left behind."""
         p = self.p
         state = prefill.empty(p.b, p.h, p.window, torch.device(p.device))
@@ -129,7 +129,7 @@ class InChunks:
         for size in self.sizes:
             last = first + size
             part = slice(first, last)
-            known = self.known(first - prefill.recent_tokens(p.window), last, last)
+            known = self.known(first - recent_tokens(p.window), last, last)
             tokens = Tokens(*(x[:, :, part] for x in (self.query, self.key, self.value)))
             chunk = prefill.plan_chunk(known, state, p.window)
             if self.shuffled:
@@ -139,7 +139,7 @@ class InChunks:
             first = last
         return torch.cat(outs, 2), state
 
-    def shuffle(self, state: prefill.PrefillState) -> prefill.PrefillState:
+    def shuffle(self, state: PrefillState) -> PrefillState:
         """Scatter each list over its slots, as decoding does."""
         slots = prefill.last_slots(state.lengths, state.seen, self.p.window)
         for b in range(self.p.b):

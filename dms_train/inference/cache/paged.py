@@ -42,8 +42,7 @@ from dms_train.kernels.decode.types import (
     PagedCache,
     Step,
 )
-from dms_train.kernels.prefill.lists import Pages, PrefillChunk, Tokens
-from dms_train.kernels.prefill.sparse import PrefillState
+from dms_train.kernels.prefill.lists import Pages, PrefillChunk, PrefillState, Tokens
 from dms_train.method.base import MethodSpec
 
 _SOURCES = {rules.NEVER: NEVER, rules.EVERY: ALWAYS, rules.MARKED: SIGNAL}

@@ -21,8 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dms_train.kernels.decode.types import Decisions
-from dms_train.kernels.prefill.lists import Pages, PrefillChunk, Tokens
-from dms_train.kernels.prefill.sparse import PrefillState
+from dms_train.kernels.prefill.lists import Pages, PrefillChunk, PrefillState, Tokens
 
 
 class PrefillKernels(Protocol):

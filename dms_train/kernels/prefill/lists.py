@@ -1,4 +1,4 @@
-"""Arguments of the prompt kernels: tokens, kept tokens, and lists in pages.
+"""Arguments of the prompt kernels: tokens, kept tokens, lists in pages, and what chunks pass on.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n queries, s tokens of a chunk
 with those before it that are read densely, p pages of the longest list, d head size. A KV list is
@@ -63,3 +63,31 @@ class PrefillChunk(NamedTuple):
     start: Tensor
     stop: Tensor
     kept: int
+
+
+class PrefillState(NamedTuple):
+    """State of one layer's prompts between chunks, besides the pages.
+
+    Attributes:
+        lengths: int32 [b, h], slots in use. They include the last `window` + 1 tokens, or all
+            tokens if there are fewer.
+        seen: int32 [b], tokens so far.
+        evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
+            end; False for undecided tokens. `plan_prompt` adds what the chunk decides about them.
+        slots: int32 of the same shape, slots of the last `window` + 1 tokens, -1 for other tokens.
+            None if these tokens are the last of their lists, in order, as after a chunk.
+    """
+
+    lengths: Tensor
+    seen: Tensor
+    evicted: Tensor
+    slots: Tensor | None = None
+
+
+def recent_tokens(window: int) -> int:
+    """Return the number of tokens before a chunk that are read densely.
+
+    One more than the window would suffice. With this number, blocks of queries minus the window
+    start at an edge.
+    """
+    return window + EDGE

@@ -18,14 +18,18 @@ p pages of the longest list, d head size. A KV list is one (sequence, KV head).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.kernels.errors import KernelError
-from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk, Tokens
+from dms_train.kernels.prefill.lists import (
+    Pages,
+    PrefillChunk,
+    PrefillState,
+    Tokens,
+    recent_tokens,
+)
 from dms_train.kernels.train_attention.dense import causal_attention
 
 # Default number of slots of a page.
@@ -92,34 +96,6 @@ def extend(
     """
     _pack(tokens, chunk, pages)
     return _attend(tokens, chunk, pages, window, scale, sinks)
-
-
-class PrefillState(NamedTuple):
-    """State of one layer's prompts between chunks, besides the pages.
-
-    Attributes:
-        lengths: int32 [b, h], slots in use. They include the last `window` + 1 tokens, or all
-            tokens if there are fewer.
-        seen: int32 [b], tokens so far.
-        evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
-            end; False for undecided tokens. `plan_prompt` adds what the chunk decides about them.
-        slots: int32 of the same shape, slots of the last `window` + 1 tokens, -1 for other tokens.
-            None if these tokens are the last of their lists, in order, as after a chunk.
-    """
-
-    lengths: Tensor
-    seen: Tensor
-    evicted: Tensor
-    slots: Tensor | None = None
-
-
-def recent_tokens(window: int) -> int:
-    """Return the number of tokens before a chunk that are read densely.
-
-    One more than the window would suffice. With this number, blocks of queries minus the window
-    start at an edge.
-    """
-    return window + EDGE
 
 
 def empty(b: int, h: int, window: int, device: torch.device) -> PrefillState:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from dms_train.kernels.decode.types import ALWAYS, NEVER, SIGNAL, Decisions
 from dms_train.kernels.errors import KernelError
-from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk
-from dms_train.kernels.prefill.sparse import PrefillState, recent_tokens
+from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk, PrefillState, recent_tokens
 from dms_train.kernels.prefill.triton_pack import write_edges
 
 _NEVER, _ALWAYS, _SIGNAL = tl.constexpr(NEVER), tl.constexpr(ALWAYS), tl.constexpr(SIGNAL)

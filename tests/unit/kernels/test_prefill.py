@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from dms_train.kernels.errors import KernelError
 from dms_train.kernels.prefill import sparse as prefill
-from dms_train.kernels.prefill.lists import Tokens
+from dms_train.kernels.prefill.lists import PrefillState, Tokens
 from tests.support.prefill_cases import (
     InChunks,
     Prompt,
@@ -61,7 +61,7 @@ def test_chunks_of_heads_with_sinks_equal_masked_dense_attention(evicts: bool) -
     check_chunks(InChunks(p, [40, 50], 1))
     query, key, value, evicted = p.tensors()
     none = torch.zeros(p.b, p.h, dtype=torch.int32)
-    state = prefill.PrefillState(none, none[:, 0], evicted[..., :0])
+    state = PrefillState(none, none[:, 0], evicted[..., :0])
     chunk = prefill.count(evicted, none, kept=p.window + 1)
     pages = prefill.fresh_pages(key, p.s, 16)
     tokens = Tokens(query, key, value)

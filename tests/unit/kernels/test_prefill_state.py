@@ -20,8 +20,8 @@ from dms_train.kernels.decode.types import (
 )
 from dms_train.kernels.errors import KernelError
 from dms_train.kernels.prefill import triton_state
-from dms_train.kernels.prefill.lists import EDGE, Pages
-from dms_train.kernels.prefill.sparse import PrefillState, count, recent_tokens
+from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillState, recent_tokens
+from dms_train.kernels.prefill.sparse import count
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
