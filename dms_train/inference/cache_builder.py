@@ -260,9 +260,15 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
     page_bytes = 2 * size * a.kv_channels * _stored(model, options).itemsize + 8
     if isinstance(find_kernel_rule(policy), PageRule):  # and its bounds
         page_bytes += 2 * a.kv_channels * model.dtype.itemsize
+    state = ""
     if options.cache_bytes is not None:
         setting, memory = f"cache_bytes={options.cache_bytes}", options.cache_bytes
-        memory -= kept_bytes(model, policy, options)
+        if kept := kept_bytes(model, policy, options):
+            memory -= kept
+            state = (
+                f"; the policy's state takes {kept} bytes, fewer with a smaller max_num_seqs or "
+                "max_model_len"
+            )
     elif options.device.startswith("cuda"):
         setting = f"gpu_memory_utilization={options.gpu_memory_utilization}"
         memory = _gpu_bytes(model, policy, options)
@@ -272,7 +278,7 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
     if pages < kv_lists:
         raise InferenceError(
             f"{setting}: leaves {max(0, memory)} bytes for the cache, at least "
-            f"{(kv_lists + 1) * page_bytes} are needed"
+            f"{(kv_lists + 1) * page_bytes} are needed{state}"
         )
     return pages
 

@@ -117,3 +117,15 @@ def test_a_limit_below_what_the_policy_keeps_is_refused(folder, policy, own):
     sizes = {"page_slots": 4, "slab_pages": 4, "max_num_seqs": 64, "device": DEVICE.type}
     with pytest.raises(InferenceError, match=r"cache_bytes=9000: at least \d+, .*max_num_seqs"):
         InferenceEngine(directory, EngineOptions(cache_bytes=9000, **sizes, **how))
+
+
+@NEEDS_TRITON
+def test_the_kernels_say_what_the_state_of_a_policy_takes(folder):
+    how = {"policy": "h2o", "policy_options": {"budget": 9}, "kernels": "triton"}
+    how |= {"device": DEVICE.type, "page_slots": 4, "cache_bytes": 200_000}
+    with pytest.raises(InferenceError, match=r"takes \d+ bytes, fewer with a smaller") as error:
+        InferenceEngine(folder("llama", None), EngineOptions(max_num_seqs=64, **how))
+    taken = int(str(error.value).partition("takes ")[2].split()[0])
+    assert taken > how["cache_bytes"]
+    few = InferenceEngine(folder("llama", None), EngineOptions(max_num_seqs=2, **how))
+    assert few._runner.cache.policy_bytes * 20 < taken
