@@ -36,9 +36,8 @@ _BY_TASK = (  # blocks of the harness' results with an entry for each task or gr
     *("results", "groups", "group_subtasks", "configs", "versions", "n-shot"),
     *("higher_is_better", "n-samples", "samples"),
 )
-_SAME_RESULTS = {  # with any value
-    *("max_num_seqs", "max_num_batched_tokens", "cache_bytes", "gpu_memory_utilization"),
-}
+_SAME_RESULTS = {"max_num_seqs", "max_num_batched_tokens"}  # with any value
+_SAME_RESULTS |= {"cache_bytes", "gpu_memory_utilization"}
 RESULTS = "results.json"
 
 

@@ -23,6 +23,11 @@ from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.inference.policies.kernel_rules import NEVER, BudgetRule, KernelRule
 from dms_train.limits import AtLeast, Below
 
+_TIMES = (  # hooks of which a subclass with its own may act after any pass, or at any token
+    *("evicts_after", "evict_mask", "observe", "select"),
+    *("merge", "accumulate", "position_shift"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions(BudgetOptions):
@@ -69,8 +74,8 @@ class ScorePolicy(CachePolicy):
 
     def __init__(self, options: ScoreOptions) -> None:
         self.options = options
-        kind, own = type(self), ScorePolicy
-        self._regular = (kind.evicts_after, kind.evict_mask) == (own.evicts_after, own.evict_mask)
+        kind = type(self)
+        self._regular = all(getattr(kind, hook) is getattr(ScorePolicy, hook) for hook in _TIMES)
         at_the_end = self._regular and options.block is None
         self.shareable_prompts = kind.shareable_prompts and at_the_end
         self.evicts_prompt_only = options.interval is None
@@ -100,14 +105,14 @@ class ScorePolicy(CachePolicy):
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
         """Return the tokens up to the next eviction or the end of the prompt; None if none comes.
 
-        A subclass that evicts at times of its own gets one token at a time after the prompt.
+        A subclass with hooks of its own gets one token at a time after the prompt.
         """
-        left, o = request.prompt - computed, self.options
-        if left > 0:
-            return left if o.block is None else min(left, o.block - computed % o.block)
+        generated, o = computed - request.prompt, self.options
+        if generated < 0:
+            return -generated if o.block is None else min(-generated, o.block - computed % o.block)
         if not self._regular:
             return 1
-        return None if o.interval is None else o.interval - -left % o.interval
+        return None if o.interval is None else o.interval - generated % o.interval
 
     def evicts_after(self, sequences: Sequences) -> Tensor:
         """Return whether an eviction is due after this pass, bool [b]."""
@@ -153,7 +158,7 @@ class ScorePolicy(CachePolicy):
                 seen = attention[same]
                 seen = seen.gather(3, order[:, :, None].expand(-1, -1, seen.shape[2], -1))
             new_scores = self.score(keys, values, seen)
-            scores[same] = scores[same].scatter_(2, order, new_scores.to(wide))
+            scores[same] = scores[same].scatter(2, order, new_scores.to(wide))
         return scores
 
     def _held(self, slots: Slots, sequences: Sequences) -> list[int]:

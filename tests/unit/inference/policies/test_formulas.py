@@ -106,10 +106,10 @@ def test_scores_of_r_kv():
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("rows", [1024, 3])
+@pytest.mark.parametrize("rows", [1024, 3, 0])
 def test_the_newest_of_similar_keys_repeats_nothing(fixed, rows, monkeypatch):
     """Cosines .8 of tokens 0 and 1 with 2, and .48 of token 3 with 2; 0 and 1 are one key."""
-    monkeypatch.setattr(r_kv, "_ROWS", rows)
+    monkeypatch.setattr(r_kv, "_COSINES", 4 * rows)
     key = torch.tensor([[0.6, 0.8, 0], [0.6, 0.8, 0], [0, 1, 0], [0, 0.48, 0.8773]])
     cosine = key @ key.T
     cosine.fill_diagonal_(0)

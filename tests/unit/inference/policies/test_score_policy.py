@@ -183,6 +183,10 @@ def test_prompts_are_shared_only_if_nothing_is_evicted_before_their_end() -> Non
         def evict_mask(self, slots: Slots, at: torch.Tensor) -> torch.Tensor:
             return slots.position[:, :, None] < at[:, None, :, None] - 16
 
+    class Narrow(ScorePolicy):
+        def select(self, slots: Slots, query: torch.Tensor) -> torch.Tensor:
+            return slots.position[:, :, None].expand(*query.shape[:3], -1) % 2 == 0
+
     class Private(ScorePolicy):
         shareable_prompts = False
 
@@ -190,7 +194,7 @@ def test_prompts_are_shared_only_if_nothing_is_evicted_before_their_end() -> Non
     assert ScorePolicy(ScoreOptions(cr=2)).shareable_prompts
     assert ScorePolicy(ScoreOptions(cr=2)).max_tokens(request, 20) is None
     assert not ScorePolicy(ScoreOptions(cr=2, block=4)).shareable_prompts
-    for kind in (Early, Unasked, Private):
+    for kind in (Early, Unasked, Narrow, Private):
         assert not kind(ScoreOptions(cr=2)).shareable_prompts
-    for kind in (Early, Unasked):
+    for kind in (Early, Unasked, Narrow):
         assert kind(ScoreOptions(cr=2)).max_tokens(request, 20) == 1
