@@ -182,9 +182,15 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
         (cells,) = (row for name, row in rows.items() if name.startswith(title))
         assert cells == [number(model) for model in shown]
     (cells,) = (row for name, row in rows.items() if name.startswith("seven tasks"))
-    others = {m["name"]: m for m in record("smollm2_135m_policy_choices.json")["models"]}
-    compared = [*shown[1:3], *(others[model["name"]] for model in shown[3:])]
-    assert cells == ["", *(f"{100 * m['choices']['difference']['value']:+.1f}" for m in compared)]
+    means = {
+        m["name"]: f"{100 * m['choices']['score']:.1f}"
+        for m in record("smollm2_135m_policy_choices.json")["models"]
+    }
+    other_documents = "[{} of {}](docs/models/policies.md)"
+    assert cells == [
+        *(f"{100 * model['choices']['score']:.1f}" for model in shown[:3]),
+        *(other_documents.format(means[m["name"]], means["original"]) for m in shown[3:]),
+    ]
 
 
 def test_the_variants_have_the_numbers_of_the_sweep() -> None:
