@@ -22,9 +22,8 @@ MEGATRON_TESTS ?= $(patsubst %,tests/unit/mcore/test_%.py, \
 	attention checkpoint_saving compat fusions graph layers loaded_weights one_step optimizer_options \
 	optimizer_shards output_layer runtime stage_tensor trainable)
 
-# Processes that run tests, one thread each: more than two cores, because many tests wait for others.
-# A test may start four more.
-WORKERS ?= 3
+# Processes that run tests, one thread each; a test may start four more.
+WORKERS ?= 2
 
 # For `test-vllm`: make test-vllm VLLM=0.33.0 VLLM_TORCH=2.14.1 VLLM_PYTHON=python3.11
 VLLM ?= 0.24.0

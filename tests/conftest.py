@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before transformers and triton are imported, which read these variables once."""
     os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # models here are too small to share out, and the workers have all cores
+    # models here are too small to share out, and two workers have two cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
