@@ -79,6 +79,7 @@ def _options(args: argparse.Namespace) -> HarnessOptions:
         gen_kwargs=args.gen_kwargs,
         system_instruction=args.system_instruction,
         apply_chat_template=args.apply_chat_template,
+        prompt_end=args.prompt_end,
         seed=args.seed,
         data=args.data,
         download=args.download,
@@ -216,6 +217,13 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add("--gen-kwargs", metavar="K=V,...", help="changes of the tasks' generation_kwargs")
     add("--apply-chat-template", action="store_true", help="apply the chat template to prompts")
     add("--system-instruction", metavar="TEXT", help="text before every prompt")
+    add(
+        "--prompt-end",
+        choices=("question", "examples"),
+        default="question",
+        help="where policies that evict at the end of a prompt do so, in tasks that score answers:"
+        " after the question, or before it, after the examples (%(default)s)",
+    )
     add("--data", type=Path, metavar="DIR", help="folder of data files, written by dms-eval data")
     add("--seed", type=int, default=1234, help="seed of examples and answers (%(default)s)")
     add("--download", action="store_true", help="fetch data sets that are not on this disk")

@@ -23,6 +23,8 @@ from dms_train.evaluation.harness.local_data import local_definitions
 
 _SPEC = re.compile(r"(?P<name>.+?)(?P<suffix>@(?P<shots>\d+))?(:(?P<limit>\d+))?")
 
+PROMPT_ENDS = ("question", "examples")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessOptions:
@@ -37,6 +39,8 @@ class HarnessOptions:
         gen_kwargs: Changes of `generation_kwargs`, such as `temperature=0.7,do_sample=true`.
         system_instruction: Text before every prompt.
         apply_chat_template: Turn prompts into chats by the model's template.
+        prompt_end: Where the prompt ends for cache policies: `question`, or `examples` before it.
+            Likelihoods only.
         seed: Seed of the choice of examples and of sampled answers.
         data: Folder of data files that tasks read instead of the hub's; see `local_data`.
         download: Fetch data sets from the hub where they are absent.
@@ -49,6 +53,7 @@ class HarnessOptions:
     gen_kwargs: str | None = None
     system_instruction: str | None = None
     apply_chat_template: bool = False
+    prompt_end: str = PROMPT_ENDS[0]
     seed: int = 1234
     data: Path | None = None
     download: bool = False

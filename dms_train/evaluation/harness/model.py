@@ -6,6 +6,7 @@ Both give the same numbers for the same weights.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
 _AHEAD = 4  # requests in the engine for each cache row, so that rows never wait for the host
 _TEXTS = 1024  # texts that are encoded at a time
+_BETWEEN = "\n\n"  # of examples and the question, in all tasks that state no other delimiter
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
@@ -89,6 +91,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         model: Directory or hub id (local cache only), with a tokenizer.
         options: Engine options.
         seed: Seed of sampled answers; each request has random numbers of its own.
+        examples_only: For likelihoods, tell cache policies that a prompt ends after its examples.
+            The question is then given like its answer, whose tokens alone are scored.
 
     Attributes:
         engine: Runs the requests.
@@ -99,7 +103,14 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         EvaluationError: The directory has no tokenizer that transformers can read.
     """
 
-    def __init__(self, model: str | Path, options: EngineOptions, *, seed: int = 1234) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        options: EngineOptions,
+        *,
+        seed: int = 1234,
+        examples_only: bool = False,
+    ) -> None:
         super().__init__()
         directory = resolve(model)
         self.tokenizer = _tokenizer(directory)
@@ -107,6 +118,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self.peaks = PeakTokens()
         self._stop_ids = sorted(read_stop_ids(directory))
         self._seed, self._name = seed, str(model)
+        self._examples_only = examples_only
         self._prefix = self.tokenizer.decode(self.prefix_token_id)
         self._encoded: dict[str, list[int]] = {}  # token ids by text, of prepared requests
 
@@ -191,6 +203,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         """
         pairs = [request.args for request in requests]
         texts = [text for c, more in pairs if c for text in (c + more, c.rstrip())]
+        if self._examples_only:
+            texts += [_examples(context) for context, _ in pairs]
         texts = list(dict.fromkeys(texts))  # the harness would encode these one by one
         self._encoded = dict(zip(texts, self._encode_all(texts), strict=True))
         answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -265,8 +279,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[Answer]:
         """Return the log-probability of each continuation, and whether greedy decoding gives it."""
-        self._encoded = {}
         shared = self._by_context(requests)
+        self._encoded = {}
 
         def add(number: int) -> str:
             return self.engine.add_scoring(shared[number].context, shared[number].continuations)
@@ -274,7 +288,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         answers: list[Answer] = [(0.0, True)] * len(requests)
         for group, output in self._outputs(len(shared), add, "loglikelihood", disable_tqdm):
             for number, completion in zip(shared[group].numbers, output.outputs, strict=True):
-                answers[number] = _answer(completion)
+                answers[number] = _answer(completion, len(requests[number][2]))
         for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -297,20 +311,32 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         most = self.engine.options.max_num_seqs
         shared: list[_Shared] = []
         last: dict[tuple[int, ...], _Shared] = {}
-        for number, (_, context, continuation) in enumerate(requests):
+        for number, (texts, context, continuation) in enumerate(requests):
             if not 1 <= len(continuation) <= self.max_length:
                 raise EvaluationError(
                     f"a continuation of {len(continuation)} tokens: the model scores 1 to "
                     f"{self.max_length}"
                 )
             ids = (context + continuation)[-(self.max_length + 1) :]
-            key = tuple(ids[: -len(continuation)])
+            given = len(continuation)
+            if self._examples_only and texts is not None:
+                given += len(context) - self._examples_length(texts[0], context)
+            given = min(given, len(ids) - 1)
+            key = tuple(ids[:-given])
             if key not in last or len(last[key].numbers) == most:
                 last[key] = _Shared(list(key), [], [])
                 shared.append(last[key])
-            last[key].continuations.append(continuation)
+            last[key].continuations.append(ids[-given:])
             last[key].numbers.append(number)
         return shared
+
+    def _examples_length(self, text: str, context: list[int]) -> int:
+        """Return how many tokens of a context are those of its examples; all if it has none."""
+        examples = _examples(text)
+        if not examples:
+            return len(context)
+        pairs = zip(context, self.tok_encode(examples), strict=False)
+        return max(1, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     def _params(self, stated: dict[str, Any], seed: int) -> SamplingParams:
         """Return the engine's parameters for a task's `generation_kwargs`."""
@@ -372,9 +398,17 @@ def _tokenizer(directory: Path) -> Any:
         raise EvaluationError(str(error)) from None
 
 
-def _answer(completion: CompletionOutput) -> Answer:
-    assert completion.scores is not None
-    return sum(completion.scores.logprobs), all(completion.scores.greedy)
+def _examples(context: str) -> str:
+    """Return the part of a context before its question: up to the last empty line."""
+    before, line, _ = context.rpartition(_BETWEEN)
+    return before + line
+
+
+def _answer(completion: CompletionOutput, count: int) -> Answer:
+    """Return the likelihood of the last `count` tokens of a completion."""
+    scores = completion.scores
+    assert scores is not None
+    return sum(scores.logprobs[-count:]), all(scores.greedy[-count:])
 
 
 def _require_whole(output: RequestOutput) -> None:

@@ -71,7 +71,7 @@ def facts(
 
 def conditions(tasks: LoadedTasks, options: HarnessOptions) -> dict[str, dict[str, Any]]:
     """Return what two runs must have in common to be compared, as plain JSON."""
-    names = ("gen_kwargs", "system_instruction", "apply_chat_template", "seed")
+    names = ("gen_kwargs", "system_instruction", "apply_chat_template", "prompt_end", "seed")
     return {
         "settings": {name: getattr(options, name) for name in names},
         "tasks": {
@@ -160,7 +160,12 @@ def evaluate(
     if not waiting:
         return
     dms["definitions"] = earlier.get("definitions", {}) | stated["definitions"]
-    lm = EngineLM(stated["model"], engine_options, seed=options.seed)
+    lm = EngineLM(
+        stated["model"],
+        engine_options,
+        seed=options.seed,
+        examples_only=options.prompt_end == "examples",
+    )
     for task in waiting:
         before, lm.peaks = lm.engine.kv, PeakTokens()
         _merge(results, _evaluate_task(lm, task, options))

@@ -168,6 +168,30 @@ def test_policies_evict_prompts_before_choices_are_scored(models, policy, given,
     assert (lm.peaks.most < 40) == in_prompt
 
 
+def test_policies_may_evict_before_the_question(models):
+    """Answers of one token show no eviction at the end of a prompt, unless it ends earlier."""
+    examples = "".join(f"{n}x + {n + 3} = {5 * n}\n\n" for n in range(1, 7))
+    asked = [(f"{examples}7x + 3 = 17\nx =", choice) for choice in ("2", "3")]
+    asked.append(("1x + 2 = 5\nx =", "3"))  # without examples
+
+    def scored(policy: str, examples_only: bool, **given: Any) -> tuple[EngineLM, list[float]]:
+        options = EngineOptions(policy=policy, policy_options=given, **OPTIONS)
+        lm = EngineLM(models["dense"], options, examples_only=examples_only)
+        values = lm.loglikelihood(requests("loglikelihood", *asked), disable_tqdm=True)
+        return lm, [value for value, _ in values]
+
+    _, kept = scored("keep_all", False)
+    for name, given in {"keep_all": {}, "streaming_llm": {"budget": 32}}.items():
+        whole, parts = scored(name, False, **given)[1], scored(name, True, **given)[1]
+        assert parts == pytest.approx(whole, abs=1e-4)
+    _, late = scored("snapkv", False, budget=32)
+    lm, early = scored("snapkv", True, budget=32)
+    assert late == pytest.approx(kept, abs=1e-4)
+    assert all(abs(a - b) > 0.01 for a, b in zip(early[:2], kept[:2], strict=True))
+    assert early[2] == pytest.approx(kept[2], abs=1e-4)
+    assert lm.engine.kv.cr_factor > 1.5
+
+
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, args, number) for number, args in enumerate(arguments)]
 

@@ -342,6 +342,7 @@ def test_finished_tasks_are_not_evaluated_again(workspace, capsys):
     for tasks, further, changed in (
         (f"{CHOOSE}@1:2", (), f"another {CHOOSE}@1 (tasks)"),
         (ROLL, ("--seed", "1"), "another seed (settings)"),
+        (ROLL, ("--prompt-end", "examples"), "another prompt_end (settings)"),
         (ROLL, ("--window", "8", "--policy", "window"), "another policy (engine)"),
     ):
         assert main(words(workspace, tasks, "parts", *given, *further)) == 2
