@@ -172,7 +172,7 @@ def test_policies_may_evict_before_the_question(models):
     """Answers of one token show no eviction at the end of a prompt, unless it ends earlier."""
     examples = "".join(f"{n}x + {n + 3} = {5 * n}\n\n" for n in range(1, 7))
     asked = [(f"{examples}7x + 3 = 17\nx =", choice) for choice in ("2", "3")]
-    asked.append(("1x + 2 = 5\nx =", "3"))  # without examples
+    asked.append(("".join(f"{n}x + 2 = 5\n" for n in range(1, 6)) + "x =", "31"))  # no examples
 
     def scored(policy: str, examples_only: bool, **given: Any) -> tuple[EngineLM, list[float]]:
         options = EngineOptions(policy=policy, policy_options=given, **OPTIONS)
@@ -186,9 +186,10 @@ def test_policies_may_evict_before_the_question(models):
         assert parts == pytest.approx(whole, abs=1e-4)
     _, late = scored("snapkv", False, budget=32)
     lm, early = scored("snapkv", True, budget=32)
-    assert late == pytest.approx(kept, abs=1e-4)
+    assert late[:2] == pytest.approx(kept[:2], abs=1e-4)
     assert all(abs(a - b) > 0.01 for a, b in zip(early[:2], kept[:2], strict=True))
-    assert early[2] == pytest.approx(kept[2], abs=1e-4)
+    assert early[2] == pytest.approx(late[2], abs=1e-4)
+    assert abs(late[2] - kept[2]) > 0.001  # the second token of its answer
     assert lm.engine.kv.cr_factor > 1.5
 
 
