@@ -23,7 +23,7 @@ from dms_train.evaluation.harness.local_data import local_definitions
 
 _SPEC = re.compile(r"(?P<name>.+?)(?P<suffix>@(?P<shots>\d+))?(:(?P<limit>\d+))?")
 
-PROMPT_ENDS = ("question", "examples")
+_PROMPT_ENDS = ("question", "examples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class HarnessOptions:
     gen_kwargs: str | None = None
     system_instruction: str | None = None
     apply_chat_template: bool = False
-    prompt_end: str = PROMPT_ENDS[0]
+    prompt_end: str = _PROMPT_ENDS[0]
     seed: int = 1234
     data: Path | None = None
     download: bool = False
@@ -63,6 +63,8 @@ class HarnessOptions:
             raise EvaluationError("--tasks: give at least one")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise EvaluationError(f"--num-fewshot {self.num_fewshot}: 0 or more")
+        if self.prompt_end not in _PROMPT_ENDS:
+            raise EvaluationError(f"--prompt-end {self.prompt_end}: {' or '.join(_PROMPT_ENDS)}")
         if self.limit is not None and not (0 < self.limit < 1 or self.limit == int(self.limit) > 0):
             raise EvaluationError(f"--limit {self.limit:g}: whole documents, or a share below 1")
 

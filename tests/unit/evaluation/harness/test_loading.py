@@ -10,6 +10,7 @@ pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval
 
 from lm_eval.tasks import TaskManager
 
+from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.harness.loading import HarnessOptions, _manager
 from tests.support.harness_tasks import CHOOSE, CONTINUE, ROLL, write_tasks
 
@@ -49,3 +50,8 @@ def test_only_groups_of_own_tasks_need_no_definitions_of_the_harness(tmp_path):
     options = HarnessOptions(tasks=("own",), include_path=folder)
     assert set(_manager(options, {"own"}).all_tasks) == {"own", "mixed", CHOOSE, CONTINUE, ROLL}
     assert "lambada_openai" in _manager(options, {"mixed"}).all_tasks
+
+
+def test_a_prompt_ends_in_a_known_place() -> None:
+    with pytest.raises(EvaluationError, match="--prompt-end answer: question or examples"):
+        HarnessOptions(tasks=("own",), prompt_end="answer")
