@@ -219,10 +219,10 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add("--system-instruction", metavar="TEXT", help="text before every prompt")
     add(
         "--prompt-end",
-        choices=("question", "examples"),
         default="question",
-        help="where policies that evict at the end of a prompt do so, in tasks that score answers:"
-        " after the question, or before it, after the examples (%(default)s)",
+        metavar="PLACE",
+        help="where policies evict that do so at the end of a prompt: after the question, or before"
+        " it with `examples`, for tasks that score given answers (%(default)s)",
     )
     add("--data", type=Path, metavar="DIR", help="folder of data files, written by dms-eval data")
     add("--seed", type=int, default=1234, help="seed of examples and answers (%(default)s)")

@@ -21,7 +21,6 @@ from research.recipe.steps import (
     trainings,
 )
 
-_BATCHED = 32768  # tokens of a pass: few-shot prompts of many questions
 _VALIDATE = ("-m", "dms_train.cli.validate")
 
 
@@ -84,7 +83,6 @@ def _tasks(settings: Settings, model: Model) -> Step:
         *("--tasks", ",".join(_limited(settings, task) for task in settings.recipe.tasks)),
         *("--data", str(documents(settings)), "--limit", str(settings.limit)),
         *(*_engine(settings, model), "--max-num-seqs", str(settings.rows)),
-        *("--max-num-batched-tokens", str(_BATCHED)),
         *("--output", str(results(settings, model.name))),
         "--log-samples",  # for the intervals of differences, which the report computes
     ]

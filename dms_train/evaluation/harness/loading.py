@@ -21,9 +21,10 @@ from lm_eval.tasks import TaskManager
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.harness.local_data import local_definitions
 
+BETWEEN = "\n\n"  # of the examples and the question of a prompt, unless a task states another one
 _SPEC = re.compile(r"(?P<name>.+?)(?P<suffix>@(?P<shots>\d+))?(:(?P<limit>\d+))?")
-
 _PROMPT_ENDS = ("question", "examples")
+_SCORED = ("multiple_choice", "loglikelihood")  # tasks that score given answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,8 @@ class HarnessOptions:
         gen_kwargs: Changes of `generation_kwargs`, such as `temperature=0.7,do_sample=true`.
         system_instruction: Text before every prompt.
         apply_chat_template: Turn prompts into chats by the model's template.
-        prompt_end: Where the prompt ends for cache policies: `question`, or `examples` before it.
-            Likelihoods only.
+        prompt_end: Where the prompt ends for cache policies: `question`, or `examples` before it,
+            at the last empty line. Only for tasks that score given answers.
         seed: Seed of the choice of examples and of sampled answers.
         data: Folder of data files that tasks read instead of the hub's; see `local_data`.
         download: Fetch data sets from the hub where they are absent.
@@ -162,6 +163,9 @@ def load_tasks(options: HarnessOptions) -> LoadedTasks:
             local = stack.enter_context(definitions)
         # loaded once for each number of shots, because the harness stores it in the task
         entries = [_load(manager, name, download=options.download) for name, _ in asked]
+    if options.prompt_end == "examples":
+        for task in itertools.chain.from_iterable(entry["tasks"].values() for entry in entries):
+            _require_examples(task)
     found = [
         how._replace(item=item)
         for (_, how), entry in zip(asked, entries, strict=True)
@@ -172,6 +176,16 @@ def load_tasks(options: HarnessOptions) -> LoadedTasks:
     for first, second in itertools.combinations(found, 2):
         _require_other_names(first, second)
     return tasks
+
+
+def _require_examples(task: Any) -> None:
+    """Fail if the end of the examples has no meaning in a task, or is not at an empty line."""
+    config = task.config
+    if config.output_type not in _SCORED or config.fewshot_delimiter != BETWEEN:
+        raise EvaluationError(
+            f"--prompt-end examples: {task.task_name} scores no given answers, or has no empty "
+            "line before its question; use --prompt-end question"
+        )
 
 
 def _require_other_names(first: LoadedTask, second: LoadedTask) -> None:

@@ -24,6 +24,7 @@ from lm_eval.models.utils import (
 from tqdm import tqdm
 
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.harness.loading import BETWEEN
 from dms_train.hf.directory import resolve
 from dms_train.hf.errors import HFError
 from dms_train.hf.tokenizer_files import read_chat_tokenizer
@@ -38,7 +39,6 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
 _AHEAD = 4  # requests in the engine for each cache row, so that rows never wait for the host
 _TEXTS = 1024  # texts that are encoded at a time
-_BETWEEN = "\n\n"  # of examples and the question, in all tasks that state no other delimiter
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
@@ -91,8 +91,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         model: Directory or hub id (local cache only), with a tokenizer.
         options: Engine options.
         seed: Seed of sampled answers; each request has random numbers of its own.
-        examples_only: For likelihoods, tell cache policies that a prompt ends after its examples.
-            The question is then given like its answer, whose tokens alone are scored.
+        examples_only: End the prompts of likelihoods after their examples, where cache policies
+            then evict. The question is given with the answer, whose tokens alone are scored.
 
     Attributes:
         engine: Runs the requests.
@@ -400,7 +400,7 @@ def _tokenizer(directory: Path) -> Any:
 
 def _examples(context: str) -> str:
     """Return the part of a context before its question: up to the last empty line."""
-    before, line, _ = context.rpartition(_BETWEEN)
+    before, line, _ = context.rpartition(BETWEEN)
     return before + line
 
 

@@ -269,6 +269,9 @@ def test_sampled_answers_are_asked_for_by_gen_kwargs(workspace):
         (CHOOSE, ("--apply-chat-template",), ("chat template",)),
         (CHOOSE, ("--prefill-chunk", "0"), ("prefill_chunk=0",)),
         (CHOOSE, ("--max-num-batched-tokens", "0"), ("max_num_batched_tokens=0",)),
+        (CHOOSE, ("--prompt-end", "answer"), ("--prompt-end answer", "question or examples")),
+        (CONTINUE, ("--prompt-end", "examples"), (CONTINUE, "use --prompt-end question")),
+        (ROLL, ("--prompt-end", "examples"), (ROLL, "use --prompt-end question")),
     ],
 )
 def test_refusals_are_one_line_and_offline(
@@ -313,6 +316,20 @@ def test_a_task_has_its_own_shots_and_limit_beside_others(workspace):
     assert ("sheets@2", 2 + 2) in {(row["task"], row["documents"]) for row in compared}
 
 
+def test_the_end_of_prompts_is_an_option(workspace, capsys):
+    how = ("--limit", "3", "--policy", "snapkv", "--budget", "32", "--log-samples")
+    scores = {}
+    for place in ("question", "examples"):
+        output = f"end_{place}"
+        assert main(words(workspace, CHOOSE, output, *how, "--prompt-end", place)) == 0
+        lines = (workspace / output / f"samples_{CHOOSE}.jsonl").read_text().splitlines()
+        scores[place] = [json.loads(line)["resps"] for line in lines]
+    assert scores["question"] != scores["examples"]
+    other = ("--prompt-end", "examples")
+    assert main(words(workspace, CHOOSE, "end_question", *how, *other)) == 2
+    assert "another prompt_end (settings)" in capsys.readouterr().err
+
+
 def test_finished_tasks_are_not_evaluated_again(workspace, capsys):
     given = ("--limit", "4", "--log-samples", "--prefill-chunk", "16")
     assert main(words(workspace, f"{CHOOSE}@1,{ROLL}", "whole", *given)) == 0
@@ -342,7 +359,6 @@ def test_finished_tasks_are_not_evaluated_again(workspace, capsys):
     for tasks, further, changed in (
         (f"{CHOOSE}@1:2", (), f"another {CHOOSE}@1 (tasks)"),
         (ROLL, ("--seed", "1"), "another seed (settings)"),
-        (ROLL, ("--prompt-end", "examples"), "another prompt_end (settings)"),
         (ROLL, ("--window", "8", "--policy", "window"), "another policy (engine)"),
     ):
         assert main(words(workspace, tasks, "parts", *given, *further)) == 2
