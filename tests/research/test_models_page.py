@@ -86,6 +86,10 @@ TEXTS = {
     "half of the text is the model's own": "both-texts",
 }
 STORED = {"a live original": "base", "a stored original, 64 tokens": "stored-teacher"}
+OWN_TEXT = {
+    "plain text, beside the next": "base",
+    "the model's own text alone": "text-of-the-model",
+}
 FP8 = {"all products in bf16": "bf16-layers", "MLPs and output projections in FP8": "fp8"}
 
 
@@ -222,14 +226,18 @@ def test_gates_and_windows_are_those_of_the_record() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "titles"), [("window_64", WINDOW_64), ("zeroing", ZEROING), ("losses", LOSSES)]
+    ("name", "titles"),
+    [
+        *(("window_64", WINDOW_64), ("zeroing", ZEROING), ("losses", LOSSES)),
+        ("own_text", OWN_TEXT),
+    ],
 )
 def test_short_runs_with_window_64_are_those_of_the_record(
     name: str, titles: dict[str, str]
 ) -> None:
     found = {row["variant"]: row for row in record(f"smollm2_sweep_{name}.json")["rows"]}
     rows = page_rows(SETTINGS)
-    assert set(found) == set(titles.values())
+    assert set(found) - {"original"} == set(titles.values()) - {"original"}
     for title, variant in titles.items():
         row = found[variant]
         cells = ["", ""]
@@ -272,6 +280,14 @@ def test_the_page_states_what_longer_training_changes() -> None:
     assert longer["needles_2048"] == base["needles_2048"]
     for name in ("KL-from-the-student", "temperature-2"):  # as two equal runs differ
         assert abs(found[name]["continuation"]["perplexity"] - perplexities[1]) < 0.1
+
+
+def test_the_page_states_what_the_models_own_text_changes() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_own_text.json")["rows"]}
+    own, base = (found[name]["continuation"] for name in ("text-of-the-model", "base"))
+    lower = 100 * (1 - own["cr_factor"] / base["cr_factor"])
+    assert f"ends at a ratio {lower:.0f} % lower" in page_text(SETTINGS)
+    assert abs(own["perplexity"] - base["perplexity"]) < 0.1  # as two equal runs differ
 
 
 @pytest.mark.parametrize(
