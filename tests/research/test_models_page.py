@@ -287,6 +287,9 @@ def test_the_page_states_what_the_models_own_text_changes() -> None:
     own, base = (found[name]["continuation"] for name in ("text-of-the-model", "base"))
     lower = 100 * (1 - own["cr_factor"] / base["cr_factor"])
     assert f"ends at a ratio {lower:.0f} % lower" in page_text(SETTINGS)
+    text = page_text(SETTINGS)
+    assert "Perplexity and needles differ no more than those of two equal runs. Each KL" in text
+    assert f"own alone ends at a ratio of {own['cr_factor']:.1f}" in text
     assert abs(own["perplexity"] - base["perplexity"]) < 0.1  # as two equal runs differ
 
 
