@@ -142,6 +142,7 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(workspace: Path
     assert losses(run) == losses(workspace / "whole")
 
 
+@pytest.mark.slow
 def test_both_ranks_stop_after_one_step_when_their_launcher_is_ended(workspace: Path) -> None:
     """The launch script of one node without a scheduler continues the run."""
     run = workspace / "term"

@@ -146,6 +146,7 @@ def test_the_command_measures_what_the_stage_measured(root: Path) -> None:
     assert (root / "again/report.md").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path) -> None:
     run = root / "killed"
     # long enough to be killed in

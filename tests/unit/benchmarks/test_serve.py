@@ -133,6 +133,7 @@ def test_both_engines_get_the_same_share_of_memory(monkeypatch: pytest.MonkeyPat
     assert given["max_num_seqs"] == 3
 
 
+@pytest.mark.slow
 def test_many_sequences_forks_and_chains_are_measured(tmp_path: Path) -> None:
     assert main(["serve", "throughput", "--device", "cpu", "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/throughput.json")
