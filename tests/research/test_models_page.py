@@ -317,6 +317,23 @@ def _found(row: Mapping[str, Any]) -> list[str]:
     return ["{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "" for key in keys]
 
 
+@pytest.mark.parametrize(
+    ("title", "recipe", "context", "size"),  # bytes of a token: layers, KV heads, head size, bf16
+    [
+        ("SmolLM2", "smollm2_135m", 4096, 30 * 3 * 64 * 2 * 2),
+        ("Qwen", "qwen25_coder_0_5b", 16384, 24 * 2 * 64 * 2 * 2),
+    ],
+)
+def test_the_page_has_the_memory_of_requests(
+    title: str, recipe: str, context: int, size: int
+) -> None:
+    rows, known = page_rows(PAGE), {m["name"]: m for m in record(f"{recipe}.json")["models"]}
+    names = ("original", *(f"cr{ratio}" for ratio in (2, 3, 4, 6, 8)))
+    held = [known[name]["needles"][str(context)]["peak_tokens"] for name in names]
+    assert rows[f"{title}, most tokens held in {context:,}"] == [f"{n:,.0f}" for n in held]
+    assert rows[f"{title}, MB"] == [f"{n * size / 1e6:.1f}" for n in held]
+
+
 def test_every_record_of_the_recipes_has_one_page() -> None:
     found = {path for name in RECIPES for path in RESULTS.glob(f"*/{name.partition('_')[0]}*.json")}
     shown = [path for table in TABLES for path in RESULTS.glob(table.records)]

@@ -136,6 +136,16 @@ def _check_margins(found: Mapping[str, Any], text: str) -> None:
             assert re.search(f"{re.escape(number)}( points more)? of {title}", text)
 
 
+def test_the_page_has_the_margins_of_qwen_at_equal_peak_tokens() -> None:
+    (sentence,) = [
+        text for text in page_text(PAGE).split("**") if text.startswith(" the margins are")
+    ]
+    margins = {m["task"]: m for m in _qwen("")["chains"]["margins"] if m["cost"] == "peak tokens"}
+    for task, name in (("MATH 500", "MATH-500"), ("HumanEval", "HumanEval"), ("GSM8K", "GSM8K")):
+        low, high = margins[task]["interval"]
+        assert f"{margins[task]['value']:+.1f} [{low:.1f}, {high:.1f}] of {name}" in sentence
+
+
 @pytest.mark.parametrize("prefix", ["", "textbooks, "])
 def test_the_page_has_one_chain_of_qwen(prefix: str) -> None:
     """Also those of the run whose plain text had no code."""
