@@ -4,6 +4,8 @@
 # say nothing about quality; `python -m research recipe smollm2_135m` makes a finished model on a GPU.
 #   ORIGINAL  directory of the original (models/smollm2-135m-instruct; fetched with DOWNLOAD=1)
 #   EXPORT    a finished export to chat with, if there is one (models/smollm2-135m-instruct-dms)
+#   METHOD    overrides of the method (method.channel=36, what `auto` chooses for this model; its
+#             ranking takes minutes on a CPU)
 #   STEPS     factor on the number of steps
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,6 +13,7 @@ OUT=${OUT:-outputs/demo_smollm2}
 NAME=smollm2-135m-instruct
 ORIGINAL=${ORIGINAL:-models/$NAME}
 EXPORT=${EXPORT:-models/$NAME-dms}
+METHOD=${METHOD:-method.channel=36}
 STEPS=${STEPS:-1}
 QUESTION=${QUESTION:-Why is the sky blue?}
 export TOKENIZERS_PARALLELISM=false
@@ -44,8 +47,8 @@ PYTHON
 dms-data tokenize --tokenizer "$ORIGINAL" --append-eod --output "$OUT/data" "$OUT/pages.jsonl"
 
 log "3/4  retrofit towards CR 2: shows the procedure, says nothing about quality"
-# Channel 36 is what `auto` chooses for this model; its ranking takes minutes on a CPU.
-dms-train experiment=smollm2_135m method.channel=36 "model.path=$ORIGINAL" "data.paths=[$OUT/data]" "run.dir=$OUT" \
+read -ra CHOSEN <<<"$METHOD"
+dms-train experiment=smollm2_135m "${CHOSEN[@]}" "model.path=$ORIGINAL" "data.paths=[$OUT/data]" "run.dir=$OUT" \
   observe=quiet parallel.params_dtype=fp32 data.seq_length=256 data.micro_batch_size=2 \
   data.global_batch_size=2 'stage.run=[zero_neuron,retrofit,hold,export]' \
   stage.hold.branch_ratios=null stage.retrofit.target_cr=2 optim.lr_warmup_steps=2 \

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from dms_train.hf.formats import read_spec
+from dms_train.hf.tokenizer_files import read_tokenizer
 from dms_train.method.spec import PRESETS
-from tests.interop.conftest import TEXT, TOLERANCE, assert_same, difference, export, ours
+from tests.interop.conftest import TEXT, TOLERANCE, assert_same, difference, export, ours, variable
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "concepts" / "dms.md"
 WINDOW = 8
 PROMPTS = (1, WINDOW + 1)  # longer ones it prefills densely
 LONG = 40
@@ -71,6 +74,16 @@ def theirs(work, folders):
 def test_our_export_in_its_engine(theirs, folders, family, prompt):
     name = f"{family} {prompt}"
     assert_same(theirs[name], ours(folders[family], TEXT, prompt), name)
+
+
+def test_a_trained_export_in_its_engine(work):
+    """DMS_INTEROP_EXPORT, an export of a real model; the text is longer than its window."""
+    model = variable("DMS_INTEROP_EXPORT")
+    length = read_spec(model).window + 64
+    text = read_tokenizer(Path(model)).encode(DOCUMENT.read_text(encoding="utf-8")).ids[:length]
+    run = {"do": "run", "model": model, "tokens": text, "dtype": "float64", "kernels": False}
+    theirs = work("fastdms_worker.py", "DMS_FASTDMS", ".", {"export": {**run, "prompt": 1}})
+    assert_same(theirs["export"], ours(model, text, 1), model, least=0.1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
