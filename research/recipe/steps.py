@@ -111,6 +111,7 @@ RECIPES = {
         prompts=10_000,
         published="SmolLM2-135M-Instruct",
         timed=("gsm8k",),
+        contexts=(1024, 2048, 4096, 8192),
     ),
     "qwen25_coder_0_5b": Recipe(
         experiment="qwen25_coder_0_5b",

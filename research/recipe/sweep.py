@@ -79,6 +79,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "25-steps-per-unit": ("stage.retrofit.steps_per_cr=25", "stage.hold.steps=30"),
     "150-steps-per-unit": ("stage.retrofit.steps_per_cr=150", "stage.hold.steps=120"),
     "400-steps-per-unit": ("stage.retrofit.steps_per_cr=400", "stage.hold.steps=240"),
+    "1500-steps-per-unit": ("stage.retrofit.steps_per_cr=1500", "stage.hold.steps=540"),
     "zeroing-in-10-steps": ("stage.zero_neuron.steps=10",),
     "zeroing-in-240-steps": ("stage.zero_neuron.steps=240",),
     "KL-from-the-student": ("loss.kl_direction=student_teacher",),

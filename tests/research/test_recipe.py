@@ -85,7 +85,7 @@ def test_perplexity_and_needles_are_measured_on_own_text(tmp_path: Path) -> None
         words = made[f"needles_{name}"]
         assert words[2:6] == [
             *("recipe-needles", str(tmp_path / "needles" / name)),
-            *("--contexts", "1024,2048,4096"),
+            *("--contexts", "1024,2048,4096,8192"),
         ]
         assert compose_evaluation(words[6:]).task.haystack == "essays.txt"
     plain = [step.name for step in steps(settings(tmp_path))]
