@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf.json_files import read_json, write_json
-from dms_train.hf.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILE
+from dms_train.hf.tokenizer_files import MODEL_INPUTS, TOKENIZER_CONFIG, TOKENIZER_FILE
 
 NO_TOKENIZER = (
     f"the export has no {TOKENIZER_FILE}, so it takes and returns token ids only; export it with a "
@@ -53,6 +53,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         # an export does not hold the tokenizer code that `auto_map` names
         config = {key: value for key, value in config.items() if key != "auto_map"}
         config["tokenizer_class"] = _CLASS
+        config.setdefault("model_input_names", list(MODEL_INPUTS))
     if config:
         write_json(directory / TOKENIZER_CONFIG, config)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dms_train.hf.errors import HFError
 from dms_train.hf.json_files import write_json
-from dms_train.hf.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILE
+from dms_train.hf.tokenizer_files import MODEL_INPUTS, TOKENIZER_CONFIG, TOKENIZER_FILE
 from dms_train.hf.values import Values
 
 
@@ -154,6 +154,7 @@ class GgufTokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self._longest,
             "clean_up_tokenization_spaces": False,
+            "model_input_names": list(MODEL_INPUTS),
             **{key: self._tokens[i] for key, i in texts.items() if i is not None},
         }
         template = self._metadata.values.get("tokenizer.chat_template")

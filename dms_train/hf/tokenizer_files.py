@@ -17,6 +17,8 @@ from dms_train.hf.text_files import decode_text
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+# `model_input_names`; without it transformers 4 adds token_type_ids, which `generate` refuses
+MODEL_INPUTS = ("input_ids", "attention_mask")
 _SPECIAL_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 # in the order of transformers

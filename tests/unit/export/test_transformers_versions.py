@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dms_train.export.tokenizer import copy_tokenizer
 from dms_train.method.spec import PRESETS
-from tests.support import launch
+from tests.support import launch, piece_tokenizer
 from tests.unit.hf import conftest as hf
 
 export = hf.export
@@ -36,12 +37,13 @@ USE = """
 import sys
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-result, *directories = sys.argv[1:]
+result, tokenizer, *directories = sys.argv[1:]
 ids = torch.arange(1, 31)[None]
 options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 found = {"version": transformers.__version__}
+found["inputs"] = list(AutoTokenizer.from_pretrained(tokenizer)("who was there"))
 for directory in directories:
     model = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=True, dtype=torch.float32
@@ -80,11 +82,16 @@ def test_exports_load_compute_and_generate(export, tmp_path, which):
         str(export(case[0], case[1], dtype=case[2]).rename(tmp_path / name)): case
         for name, case in CASES.items()
     }
+    source = piece_tokenizer.write_tokenizer(tmp_path / "source", tokenizer_class="LlamaTokenizer")
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    copy_tokenizer(source, tokenizer)
     result = tmp_path / "result.pt"
     paths = {"PYTHONPATH": path, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    launch.checked(launch.python("-c", USE, str(result), *cases, **paths))
+    launch.checked(launch.python("-c", USE, str(result), str(tokenizer), *cases, **paths))
     found = torch.load(result)
     assert found.pop("version") == version_of(which)
+    assert found.pop("inputs") == ["input_ids", "attention_mask"]  # what `generate` takes
     for directory, (family, spec, dtype, cache) in cases.items():
         logits, tokens, greedy, used = found[directory]
         assert torch.equal(tokens, greedy)

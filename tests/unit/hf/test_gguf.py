@@ -341,6 +341,7 @@ def test_special_tokens_and_ends_are_written(tmp_path):
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["chat_template"] == gguf_files.TEMPLATE
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
     assert read_config(tmp_path / "out")["rms_norm_eps"] == 1e-5
 
 
