@@ -7,11 +7,13 @@ Token 0 is `<eod>`, which ends a document and pads; tokens 1 to 49 are the chara
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from dms_train.data_prep.exam_sheets import ALPHABET
+from dms_train.hf.tokenizer_files import MODEL_INPUTS
 
 EOD_TOKEN = "<eod>"
 
@@ -31,9 +33,10 @@ def write_exam_tokenizer(directory: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
         "clean_up_tokenization_spaces": False,
+        "model_input_names": list(MODEL_INPUTS),
     }
     _write(directory / "tokenizer_config.json", config)
 
 
-def _write(path: Path, record: dict[str, object] | dict[str, str]) -> None:
+def _write(path: Path, record: Mapping[str, object]) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

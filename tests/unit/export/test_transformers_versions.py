@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.export.tokenizer import copy_tokenizer
 from dms_train.method.spec import PRESETS
 from tests.support import launch, piece_tokenizer
@@ -39,11 +40,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-result, tokenizer, *directories = sys.argv[1:]
+result, tokenizers, *directories = sys.argv[1:]
 ids = torch.arange(1, 31)[None]
 options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 found = {"version": transformers.__version__}
-found["inputs"] = list(AutoTokenizer.from_pretrained(tokenizer)("who was there"))
+found["inputs"] = [
+    list(AutoTokenizer.from_pretrained(folder)("who was there"))
+    for folder in tokenizers.split(",")
+]
 for directory in directories:
     model = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=True, dtype=torch.float32
@@ -83,15 +87,16 @@ def test_exports_load_compute_and_generate(export, tmp_path, which):
         for name, case in CASES.items()
     }
     source = piece_tokenizer.write_tokenizer(tmp_path / "source", tokenizer_class="LlamaTokenizer")
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    copy_tokenizer(source, tokenizer)
+    copied, exam = tmp_path / "copied", tmp_path / "exam"
+    copied.mkdir()
+    copy_tokenizer(source, copied)
+    write_exam_tokenizer(exam)
     result = tmp_path / "result.pt"
     paths = {"PYTHONPATH": path, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    launch.checked(launch.python("-c", USE, str(result), str(tokenizer), *cases, **paths))
+    launch.checked(launch.python("-c", USE, str(result), f"{copied},{exam}", *cases, **paths))
     found = torch.load(result)
     assert found.pop("version") == version_of(which)
-    assert found.pop("inputs") == ["input_ids", "attention_mask"]  # what `generate` takes
+    assert found.pop("inputs") == 2 * [["input_ids", "attention_mask"]]  # what `generate` takes
     for directory, (family, spec, dtype, cache) in cases.items():
         logits, tokens, greedy, used = found[directory]
         assert torch.equal(tokens, greedy)
