@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -74,6 +75,7 @@ LOSSES = {
     "`loss.kl_direction=student_teacher`": "KL-from-the-student",
     "`loss.kl_temperature=2`": "temperature-2",
 }
+LONG = {"1,500 steps for each unit of the ratio, 540 of hold": "1500-steps-per-unit"}
 WINDOW_64 = {
     "window 64, learning rate 2e-4": "base",
     "25 steps for each unit of the ratio, not 50": "25-steps-per-unit",
@@ -127,6 +129,63 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
             assert cells[0] == cells[2] == cells[3] == ""
         assert cells[4:7] == [interval(model["needles"][key]) for key in ("1024", "2048", "4096")]
         assert cells[7] == f"{model['needles']['4096']['reads_per_token']:,.0f}"
+
+
+def test_needles_in_the_whole_context_are_those_of_the_record() -> None:
+    found, rows, text = record("smollm2_135m_needles.json"), page_rows(PAGE), page_text(PAGE)
+    known = {model["name"]: model for model in found["models"]}
+    assert list(known) == ["original", *(f"cr{ratio}" for ratio in (2, 3, 4, 6, 8))]
+    for name, model in known.items():
+        continuation, needles = model["perplexity"]["continuation"], model["needles"]
+        assert rows["whole context, " + name.replace("cr", "CR ")] == [
+            f"{continuation['cr_factor']:.2f}",
+            f"{continuation['perplexity']:.2f}",
+            *(interval(needles[key]) for key in ("1024", "2048", "4096", "8192")),
+            f"{needles['8192']['reads_per_token']:,.0f}",
+        ]
+    share = {name: model["needles"]["8192"]["value"] for name, model in known.items()}
+    middle = [round(100 * share[name]) for name in ("cr2", "cr3", "cr4", "cr6")]
+    depths: dict[str, dict[int, float]] = {name: {} for name in known}
+    for cell in found["needles"]:
+        if cell["length"] == 8192:
+            depths[cell["label"]][cell["depth"]] = cell["accuracy"]
+    first = [f"{100 * depths['original'][depth]:.0f}" for depth in (0, 21, 41)]
+    assert (depths["original"][81], {f"{depths['cr8'][d]:.2f}" for d in (0, 21, 41)}) == (
+        1,
+        {"0.05"},
+    )
+    error = math.sqrt(sum(p * (1 - p) for p in (share["original"], share["cr8"])) / 100)
+    for sentence in (
+        f"the original itself finds {100 * share['original']:.0f} of 100 needles: all at 81 %",
+        f"and {min(first)} to {max(first)} % of those in its first half",
+        f"CR 2 to CR 6 find {min(middle)} to {max(middle)}. CR 6 does so with a seventh of the KV",
+        f"**CR 8** finds {100 * share['cr8']:.0f} of them, "
+        f"{100 * (share['original'] - share['cr8']):.0f} points fewer than the original, with a "
+        f"standard error of {100 * error:.0f}, and 5 % of those in the first half.",
+        f"Measured at: {found['commit'][:7]}, {found['date']}. ### The run",
+    ):
+        assert sentence in text
+    reads = [known[name]["needles"]["8192"]["reads_per_token"] for name in ("original", "cr6")]
+    assert round(reads[0] / reads[1]) == 7
+
+
+def test_needles_of_runs_of_the_recipe_differ_as_the_pages_say() -> None:
+    files = ("smollm2_135m.json", "smollm2_135m_first.json", "smollm2_135m_needles.json")
+    runs = [{m["name"]: m["needles"] for m in record(name)["models"]} for name in files]
+    lost = sorted(
+        round(100 * (run["original"]["4096"]["value"] - run["cr8"]["4096"]["value"]))
+        for run in runs
+    )
+    of_whole = {name: needles["8192"]["value"] for name, needles in runs[2].items()}
+    at_four = f"{100 * (of_whole['original'] - of_whole['cr8']):.0f}"
+    science = f"loses [{lost[0]} to {lost[-1]} points at twice and {at_four} at four times]"
+    assert science in page_text("docs/science.md")
+    most = max(
+        abs(runs[0][name][key]["value"] - runs[2][name][key]["value"])
+        for name in runs[2]
+        for key in ("1024", "2048", "4096")
+    )
+    assert f"the largest differences are {100 * most:.0f} points." in page_text(PAGE)
 
 
 def test_the_page_has_the_scores_of_the_record() -> None:
@@ -229,7 +288,7 @@ def test_gates_and_windows_are_those_of_the_record() -> None:
     ("name", "titles"),
     [
         *(("window_64", WINDOW_64), ("zeroing", ZEROING), ("losses", LOSSES)),
-        ("own_text", OWN_TEXT),
+        *(("own_text", OWN_TEXT), ("long", LONG)),
     ],
 )
 def test_short_runs_with_window_64_are_those_of_the_record(
@@ -271,8 +330,6 @@ def test_the_page_states_what_longer_training_changes() -> None:
     text = page_text(SETTINGS)
     ratios = [row["continuation"]["cr_factor"] for row in (longer, base)]
     perplexities = [row["continuation"]["perplexity"] for row in (longer, base)]
-    assert f"end at a ratio of {ratios[0]:.1f}" in text
-    assert f"{100 * (1 - longer['kl'] / base['kl']):.0f} % less KL" in text
     assert f"lower the KL by {100 * (1 - longer['kl'] / base['kl']):.0f} %" in text
     assert f"differs by {perplexities[0] - perplexities[1]:.2f}, at a ratio" in text
     assert f"at a ratio {100 * (1 - ratios[0] / ratios[1]):.0f} % lower" in text
@@ -280,6 +337,28 @@ def test_the_page_states_what_longer_training_changes() -> None:
     assert longer["needles_2048"] == base["needles_2048"]
     for name in ("KL-from-the-student", "temperature-2"):  # as two equal runs differ
         assert abs(found[name]["continuation"]["perplexity"] - perplexities[1]) < 0.1
+
+
+def test_the_page_states_what_the_longest_training_changes() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_losses.json")["rows"]}
+    (longest,) = (
+        r for r in record("smollm2_sweep_long.json")["rows"] if r["variant"] in LONG.values()
+    )
+    base, runs, text = found["base"], (found["400-steps-per-unit"], longest), page_text(SETTINGS)
+    tokens = [f"{row['tokens'] / 1e6:.1f}" for row in runs]
+    ratios = [f"{row['continuation']['cr_factor']:.1f}" for row in runs]
+    less = [f"{100 * (1 - row['kl'] / base['kl']):.0f}" for row in runs]
+    named = "{} and {} million end at ratios of {} and {}, with {} and {} % less KL"
+    assert named.format(*tokens, *ratios, *less) in text
+    assert f"**{tokens[1]} million tokens**, {longest['tokens'] / 8_008_972:.0f} times" in text
+    assert f"lower it by {less[1]} %." in text
+    both = [row["continuation"] for row in (longest, base)]
+    assert f"{both[0]['perplexity']:.2f}" == f"{both[1]['perplexity']:.2f}"
+    assert (
+        f"at a ratio {100 * (1 - both[0]['cr_factor'] / both[1]['cr_factor']):.0f} % lower" in text
+    )
+    for key in ("needles_2048", "needles_4096"):
+        assert round(100 * abs(longest[key][0] - base[key][0])) == 1
 
 
 def test_the_page_states_what_the_models_own_text_changes() -> None:

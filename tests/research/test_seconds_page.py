@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,25 +15,33 @@ from tests.research.models_page import page_rows, page_text, record
 
 PAGE = "docs/models/seconds.md"
 TASKS = {"GSM8K": "gsm8k", "MATH-500": "math500", "HumanEval": "humaneval"}
-CR = {"original": 1.0, "cr4": 4.0, "cr8": 8.0}
-MODELS = tuple(CR)
+CR = {"original": 1.0, **{f"cr{ratio}": float(ratio) for ratio in (2, 3, 4, 6, 8)}}
+MODELS = ("original", "cr4", "cr8")  # of most tables
 CHAINS = (1, 4, 16)
 CASES = {"Qwen": "qwen25_coder_0_5b_seconds.json", "SmolLM2": "smollm2_135m_seconds.json"}
 HUMANEVAL = "qwen25_coder_0_5b_humaneval_seconds.json"  # of another run, with the original
 
 
-@pytest.mark.parametrize("model", CASES)
-def test_the_page_has_the_numbers_of_the_record(model: str) -> None:
-    rows, found = page_rows(PAGE), record(CASES[model])["seconds"]
-    titles = [title for title, task in TASKS.items() if task in found]
-    assert [name for name in rows if name.startswith(model)] == [
-        f"{model}, {title}, {chains}" for title in titles for chains in CHAINS
+def test_the_page_has_the_numbers_of_qwen() -> None:
+    rows, found = page_rows(PAGE), record(CASES["Qwen"])["seconds"]
+    assert [name for name in rows if name.startswith("Qwen")] == [
+        f"Qwen, {title}, {chains}" for title in TASKS for chains in CHAINS
     ]
-    for title in titles:
-        measured = _measured(found[TASKS[title]])
+    for title, task in TASKS.items():
+        measured = _measured(found[task])
         for chains in CHAINS:
             cells = [cell for name in MODELS for cell in _cells(measured.get((name, chains)))]
-            assert rows[f"{model}, {title}, {chains}"] == cells
+            assert rows[f"Qwen, {title}, {chains}"] == cells
+
+
+def test_the_page_has_the_numbers_of_smollm2_at_every_ratio() -> None:
+    rows, found = page_rows(PAGE), record(CASES["SmolLM2"])["seconds"]
+    assert set(found) == {"gsm8k"}
+    measured = _measured(found["gsm8k"])
+    titles = {name: "SmolLM2, " + name.replace("cr", "CR ") for name in CR}
+    assert [name for name in rows if name.startswith("SmolLM2")] == list(titles.values())
+    for name, title in titles.items():
+        assert rows[title] == [cell for n in CHAINS for cell in _cells(measured[name, n])]
 
 
 def test_humaneval_at_cr_4_is_that_of_another_run() -> None:
@@ -95,7 +103,10 @@ def test_the_page_names_where_the_record_was_measured(model: str) -> None:
     assert found["device"] == "NVIDIA H200"
     assert text.count(f"Measured at: {found['commit'][:7]}, {found['date']}") == 1
     header = "| task, chains | original: solved, % | seconds | tokens/s | CR 4: solved, %"
-    assert text.count(header) == len(CASES) + 1  # and that of HumanEval at CR 4
+    assert text.count(header) == 2  # that of Qwen, and HumanEval at CR 4
+    columns = "{}: solved, % | seconds | tokens/s"
+    header = " | ".join(columns.format(n) for n in ("1 chain", "4 chains", "16 chains"))
+    assert text.count(f"| GSM8K | {header} |") == 1
 
 
 def test_the_page_has_the_settings_of_the_record() -> None:
@@ -236,17 +247,30 @@ def _is_between(seconds: float, low: Mapping[str, Any], high: Mapping[str, Any])
 def test_the_page_compares_time_tokens_and_speed_of_smollm2() -> None:
     text = page_text(PAGE)
     measured = _measured(record(CASES["SmolLM2"])["seconds"]["gsm8k"])
-    pairs = [
-        (measured[name, chains], measured["original", chains])
-        for name in ("cr4", "cr8")
-        for chains in (4, 16)
-    ]
-    times = [one["seconds"] / other["seconds"] for one, other in pairs]
-    speeds = [one["tokens_s"] / other["tokens_s"] for one, other in pairs]
+    exports = [name for name in CR if name != "original"]
+    ratio = {
+        (name, key, chains): measured[name, chains][key] / measured["original", chains][key]
+        for name, key, chains in product(exports, ("seconds", "tokens_s"), CHAINS)
+    }
+    times = [ratio[name, "seconds", 16] for name in exports]
+    speeds = [ratio[name, "tokens_s", 16] for name in exports]
     tokens = [time * speed for time, speed in zip(times, speeds, strict=True)]
-    assert f"take {min(times):.2f} to {max(times):.2f} of the original's time" in text
-    assert f"{min(speeds):.1f} to {max(speeds):.1f} times as many tokens per second" in text
-    assert f"answers have {min(tokens):.2f} to {max(tokens):.2f} of the original's tokens" in text
+    of_four = [ratio[name, "seconds", 4] for name in exports]
+    assert (times[0], speeds[0], speeds[-1]) == (max(times), min(speeds), max(speeds))
+    for sentence in (
+        f"CR 2 takes {times[0]:.2f} of the original's time, and CR 3 to CR 8 take "
+        f"{min(times[1:]):.2f} to {max(times[1:]):.2f}. They generate {speeds[0]:.2f} (CR 2) to "
+        f"{speeds[-1]:.2f} times (CR 8) as many tokens per second.",
+        f"answers have {min(tokens):.2f} to {max(tokens):.2f} of the original's tokens",
+        f"**4 chains** take {min(of_four):.2f} to {max(of_four):.2f} of the original's time.",
+    ):
+        assert sentence in text
+    overlaps = {n: {_overlap(measured, name, n) for name in exports} for n in CHAINS}
+    assert overlaps == {1: {True}, 4: {False}, 16: {False}}
+    seconds = {name: measured[name, 16]["seconds"] for name in exports[1:]}
+    assert min(seconds, key=seconds.__getitem__) == "cr6"
+    most = f"{max(seconds.values()) - min(seconds.values()):.1f}"
+    assert f"with 16 chains differ by at most {most} s. The shortest is that of CR 6" in text
 
 
 def test_the_page_says_on_which_tasks_equal_reads_solve_more() -> None:
