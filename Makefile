@@ -13,8 +13,8 @@ TRANSFORMERS_NEWEST := transformers==5.24.0
 MEGATRON ?= 0.19.2
 MEGATRON_NEWEST := $(VENV)/megatron_newest
 
-# What `make setup` does not compile.
-UNUSED := '/tests/|/transformers/models/.*/(modeling|modular|image_processing|video_processing)_'
+# What `make setup` does not compile: modules that no test imports, or few.
+UNUSED := '/(tests|mypy|mypyc|pip|sklearn|nltk|fontTools|torchgen|narwhals|backrefs|torch/testing|sympy/physics|pygments/lexers|transformers/models)/'
 
 # Tests of what differs between versions of megatron-core: modules that it builds, steps, optimizers
 # and checkpoints. `make test-full` runs all tests of mcore with both.
@@ -33,9 +33,8 @@ VLLM_VENV := .venv-vllm-$(VLLM)
 
 .PHONY: setup check fmt fmt-check lint types imports test test-research test-megatron test-gpu test-slurm test-vllm test-faults test-mutations test-full docs demo
 
-# All cores compile what pip has installed, which pip would do on one, except tests and the models of
-# transformers, of which few are imported. Templates do not compile. `make -j 2 setup` installs the
-# other versions beside the packages.
+# All cores compile what pip has installed, which pip would do on one, except UNUSED. Templates do not
+# compile. `make -j 2 setup` installs the other versions beside the packages.
 setup: $(STAMP)
 
 $(STAMP): $(VENV)/.packages $(VENV)/.other_versions

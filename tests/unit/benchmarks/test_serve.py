@@ -63,6 +63,7 @@ PEER_ROW = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_measured_before_a_failure_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

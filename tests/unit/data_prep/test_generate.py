@@ -256,6 +256,7 @@ def test_texts_columns_and_empty_prompts(
     assert len({tuple(tokens) for tokens, _ in found}) == 5
 
 
+@pytest.mark.slow
 def test_a_killed_call_goes_on_and_gives_the_same_files(
     tmp_path: Path, model: str, write_rows: WriteRows, generate: Callable[..., int]
 ) -> None:

@@ -536,6 +536,7 @@ def parquet_bytes(rows: list[dict[str, Any]]) -> bytes:
     return stream.getvalue().to_pybytes()
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_streamed_with_consent_and_continued(
     tmp_path: Path, r1: str, write_rows: WriteRows
 ) -> None:
