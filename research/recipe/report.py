@@ -18,7 +18,8 @@ from research.recipe.steps import Settings, exports
 _VALIDATED = {"cr_factor": "cr_factor", "kl_nats_per_token": "KL", "top1_agreement": "top-1"}
 _NOTES = """\
 `cr_factor`, `KL` (nats per token) and `top-1` compare an export with the original on text of the
-original that was not trained on. `cr_factor, tasks` and `peak tokens` are those of the benchmarks;
+original that was not trained on. `cr_factor, continuations` is that of the tokens whose perplexity
+is measured after a prompt. `cr_factor, tasks` and `peak tokens` are those of the benchmarks;
 peak tokens are the mean over requests of the most tokens that a layer and KV head holds. Scores
 have 95% intervals; `choices` is the mean over the tasks of multiple choice, each with the same
 weight. Its difference to the original is paired over documents, with a 95% interval.
@@ -91,13 +92,15 @@ def models_table(numbers: Mapping[str, Any]) -> str:
 def _row(model: Mapping[str, Any], tasks: Sequence[str], contexts: Sequence[str]) -> dict[str, str]:
     validation, kv, needles = model.get("validation", {}), model.get("kv", {}), model["needles"]
     perplexity, choices = model.get("perplexity", {}), model.get("choices") or {}
+    continuation = perplexity.get("continuation", {})
     longest = needles.get(contexts[-1], {}) if contexts else {}
     return {
         **{label: _number(validation.get(key), ".4g") for key, label in _VALIDATED.items()},
         "cr_factor, tasks": _number(kv.get("cr_factor"), ".2f"),
         "peak tokens": _number(kv.get("peak_tokens"), ",.0f"),
         "perplexity": _number(perplexity.get("window", {}).get("perplexity"), ".2f"),
-        "of continuations": _number(perplexity.get("continuation", {}).get("perplexity"), ".2f"),
+        "of continuations": _number(continuation.get("perplexity"), ".2f"),
+        "cr_factor, continuations": _number(continuation.get("cr_factor"), ".2f"),
         **{f"needles {int(key):,}": _interval(needles.get(key)) for key in contexts},
         "KV reads of a token, longest needles": _number(longest.get("reads_per_token"), ",.0f"),
         **{key: _score(model.get("tasks", {}).get(key)) for key in tasks},

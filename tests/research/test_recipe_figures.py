@@ -14,7 +14,8 @@ from research.recipe.figures import figures
 from research.recipe.report import report_text
 
 ROOT = Path(__file__).parents[2]
-QWEN = ROOT / "research" / "results" / "nvidia_h200" / "qwen25_coder_0_5b.json"
+RESULTS = ROOT / "research" / "results" / "nvidia_h200"
+QWEN = RESULTS / "qwen25_coder_0_5b.json"
 
 
 def point(model: str, accuracy: float, kv_reads: float, task: str = "math500") -> dict[str, Any]:
@@ -97,10 +98,14 @@ def test_a_record_without_chains_has_no_figure_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("record", "name", "page"),
-    [("", "qwen25_coder", "models.md"), ("_seconds", "qwen25_coder_seconds", "models/seconds.md")],
+    [
+        ("qwen25_coder_0_5b", "qwen25_coder", "models.md"),
+        ("qwen25_coder_0_5b_seconds", "qwen25_coder_seconds", "models/seconds.md"),
+        ("smollm2_135m_needles", "smollm2", "models.md"),
+    ],
 )
 def test_a_page_shows_its_record(record: str, name: str, page: str) -> None:
-    drawn = figures(json.loads(QWEN.with_stem(QWEN.stem + record).read_text("utf-8")))
+    drawn = figures(json.loads((RESULTS / f"{record}.json").read_text("utf-8")))
     folder = ROOT / "docs" / "figures" / name
     assert {path.name for path in folder.iterdir()} == set(drawn)
     text = (ROOT / "docs" / page).read_text("utf-8")

@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, int, int | None, bool, str | None]] = {
     "linear_cp4_tp2": (2, 1, None, True, None),
 }
 # By default not those whose ways of sharding other layouts have as well.
-LIKE_OTHERS = ("tp2_pp4_no_sequence", "dp16", "tied_dp16", "ep2", "tp2_ep2_full", "cp4_tp2")
+LIKE_OTHERS = ("tp2_pp4_no_sequence", "dp16", "ep2", "tp2_ep2_full", "cp4_tp2")
 COMPARED = [name for name in LAYOUTS if FULL_MATRIX or name not in LIKE_OTHERS]
 # Ranks that share experts, in the layouts of a model with experts.
 EXPERT_RANKS = {"ep2": 2, "tp2_ep2_full": 2, "shared_tp2_ep2": 2}
