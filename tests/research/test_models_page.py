@@ -143,6 +143,11 @@ def test_needles_in_the_whole_context_are_those_of_the_record() -> None:
             *(interval(needles[key]) for key in ("1024", "2048", "4096", "8192")),
             f"{needles['8192']['reads_per_token']:,.0f}",
         ]
+    printed = report_text(found)
+    for name, model in known.items():
+        window, continuation = (model["perplexity"][part] for part in ("window", "continuation"))
+        cells = (window["perplexity"], continuation["perplexity"], continuation["cr_factor"])
+        assert f"| {name} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |" in printed
     share = {name: model["needles"]["8192"]["value"] for name, model in known.items()}
     middle = [round(100 * share[name]) for name in ("cr2", "cr3", "cr4", "cr6")]
     error = math.sqrt(sum(p * (1 - p) for p in (share["original"], share["cr8"])) / 100)
@@ -184,17 +189,19 @@ def test_needles_of_runs_of_the_recipe_differ_as_the_pages_say() -> None:
     names = ("smollm2_135m.json", "smollm2_135m_first.json", "smollm2_135m_needles.json")
     runs = [{m["name"]: m for m in record(name)["models"]} for name in names]
     needles = [{name: m["needles"] for name, m in run.items()} for run in runs]
-    least = [round(100 * run["cr8"]["4096"]["value"]) for run in needles]
+    found = [round(100 * run["cr8"]["4096"]["value"]) for run in needles]
     (original,) = {round(100 * run["original"]["4096"]["value"]) for run in needles}
     whole = [round(100 * needles[2][name]["8192"]["value"]) for name in ("original", "cr8", "cr4")]
-    lost = f"loses {original - max(least)} to {original - min(least)} points at twice ("
+    lost = (
+        f"loses {original - max(found)} to {original - min(found)} points at twice in [three runs]"
+    )
     science = page_text("docs/science.md")
     assert lost in science
-    assert f"and {whole[0] - whole[1]} of the original's {whole[0]} at four times" in science
+    assert f"and {whole[0] - whole[1]} of the original's {whole[0]} at [four times]" in science
     earlier = "CR 8 found {:.2f} in the third run, {:.2f} in the first, and {:.2f} in [a later one]"
-    assert earlier.format(*(share / 100 for share in least)) in page_text(EARLIER)
+    assert earlier.format(*(share / 100 for share in found)) in page_text(EARLIER)
     changes = page_text("CHANGELOG.md")
-    assert f"three runs find {min(least)} to {max(least)} % of needles" in changes
+    assert f"three runs find {min(found)} to {max(found)} % of needles" in changes
     assert "the original finds {0} of 100, CR 4 {2} and CR 8 {1}".format(*whole) in changes
     most = max(
         abs(needles[0][name][key]["value"] - needles[2][name][key]["value"])

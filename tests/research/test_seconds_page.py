@@ -275,8 +275,9 @@ def test_the_page_compares_time_tokens_and_speed_of_smollm2() -> None:
     for sentence in (
         f"CR 2 takes {times[0]:.2f} of the original's time, and CR 3 to CR 8 take "
         f"{min(times[1:]):.2f} to {max(times[1:]):.2f}. They generate {speeds[0]:.2f} (CR 2) to "
-        f"{speeds[-1]:.2f} times (CR 8) as many tokens per second. Seconds times tokens/s are "
-        f"{range_of('tokens', 16)} of the original's tokens. At CR 2, 3, 4 and 6 the shorter "
+        f"{speeds[-1]:.2f} times (CR 8) as many tokens per second. Their answers have "
+        f"{range_of('tokens', 16)} of the original's tokens (seconds times tokens/s). At CR 2, 3, "
+        "4 and 6 the shorter "
         "answers save more time than the higher rate, at CR 8 less.",
         f"**4 chains** take {range_of('seconds', 4)} of the original's time, with "
         f"{range_of('tokens_s', 4)} times as many tokens per second and {range_of('tokens', 4)} "
