@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
@@ -19,6 +19,10 @@ CR = {"original": 1.0, **{f"cr{ratio}": float(ratio) for ratio in (2, 3, 4, 6, 8
 MODELS = ("original", "cr4", "cr8")  # of most tables
 CHAINS = (1, 4, 16)
 CASES = {"Qwen": "qwen25_coder_0_5b_seconds.json", "SmolLM2": "smollm2_135m_seconds.json"}
+RATIOS = {  # records of every ratio, by the first words of their rows
+    "SmolLM2": CASES["SmolLM2"],
+    "every ratio": "qwen25_coder_0_5b_ratios_seconds.json",
+}
 HUMANEVAL = "qwen25_coder_0_5b_humaneval_seconds.json"  # of another run, with the original
 
 
@@ -34,12 +38,13 @@ def test_the_page_has_the_numbers_of_qwen() -> None:
             assert rows[f"Qwen, {title}, {chains}"] == cells
 
 
-def test_the_page_has_the_numbers_of_smollm2_at_every_ratio() -> None:
-    rows, found = page_rows(PAGE), record(CASES["SmolLM2"])["seconds"]
+@pytest.mark.parametrize("first", RATIOS)
+def test_the_page_has_the_numbers_of_every_ratio(first: str) -> None:
+    rows, found = page_rows(PAGE), record(RATIOS[first])["seconds"]
     assert set(found) == {"gsm8k"}
     measured = _measured(found["gsm8k"])
-    titles = {name: "SmolLM2, " + name.replace("cr", "CR ") for name in CR}
-    assert [name for name in rows if name.startswith("SmolLM2")] == list(titles.values())
+    titles = {name: f"{first}, " + name.replace("cr", "CR ") for name in CR}
+    assert [name for name in rows if name.startswith(first)] == list(titles.values())
     for name, title in titles.items():
         assert rows[title] == [cell for n in CHAINS for cell in _cells(measured[name, n])]
 
@@ -97,16 +102,16 @@ def _cells(found: Mapping[str, Any] | None) -> list[str]:
     return [f"{100 * found['accuracy']:.1f}", seconds, f"{found['tokens_s']:,}"]
 
 
-@pytest.mark.parametrize("model", CASES)
-def test_the_page_names_where_the_record_was_measured(model: str) -> None:
-    found, text = record(CASES[model]), page_text(PAGE)
+@pytest.mark.parametrize("name", sorted({*CASES.values(), *RATIOS.values()}))
+def test_the_page_names_where_the_record_was_measured(name: str) -> None:
+    found, text = record(name), page_text(PAGE)
     assert found["device"] == "NVIDIA H200"
     assert text.count(f"Measured at: {found['commit'][:7]}, {found['date']}") == 1
     header = "| task, chains | original: solved, % | seconds | tokens/s | CR 4: solved, %"
     assert text.count(header) == 2  # that of Qwen, and HumanEval at CR 4
     columns = "{}: solved, % | seconds | tokens/s"
     header = " | ".join(columns.format(n) for n in ("1 chain", "4 chains", "16 chains"))
-    assert text.count(f"| GSM8K | {header} |") == 1
+    assert text.count(f"| GSM8K | {header} |") == len(RATIOS)
 
 
 def test_the_page_has_the_settings_of_the_record() -> None:
@@ -288,6 +293,56 @@ def test_the_page_compares_time_tokens_and_speed_of_smollm2() -> None:
         "The shortest is that of CR 6, not separated from CR 3, and CR 8 has the most tokens per",
     ):
         assert sentence in text
+
+
+def test_the_page_compares_every_ratio_of_qwen() -> None:
+    text, found = page_text(PAGE), record(RATIOS["every ratio"])
+    measured = _measured(found["seconds"]["gsm8k"])
+    exports = [name for name in CR if name != "original"]
+    shares = {n: [_share(measured, name, n) for name in exports] for n in CHAINS}
+    lengths = [_tokens(measured, name, 16) / _tokens(measured, "original", 16) for name in exports]
+    rates = [float(_faster(measured, name)) for name in exports]
+    # logarithms of the factors of the time
+    faster = [
+        abs(math.log(rate)) > abs(math.log(at)) for rate, at in zip(rates, lengths, strict=True)
+    ]
+    assert faster == [False, True, True, True, True]
+    assert lengths[0] < 1
+    overlaps = {n: [_overlap(measured, name, n) for name in exports] for n in CHAINS}
+    assert overlaps == {
+        1: [True] * 5,
+        4: [True, True, False, False, False],
+        16: [True, False, False, False, False],
+    }
+    own, line = _accuracies(measured)
+    for name in exports:
+        _check_difference_is_small(own[name], line[name])
+        _check_difference_is_small(own[name], f"{100 * measured['original', 16]['accuracy']}")
+    solved = sorted(map(float, own.values()))
+    at = sorted(map(float, line.values()))
+    earlier = _measured(record(CASES["Qwen"])["seconds"]["gsm8k"])
+    times = [f"{run[name, 16]['seconds']:.2f}" for name in MODELS for run in (earlier, measured)]
+    texts = {m["name"]: m["perplexity"]["continuation"] for m in found["models"]}
+    perplexities = [f"{texts[name]['perplexity']:.2f}" for name in exports]
+    ratios = [f"{texts[name]['cr_factor']:.1f}" for name in exports]
+    for sentence in (
+        f"CR 2, 3, 4, 6 and 8 take {_listed(shares[16])} of the original's time. They generate "
+        f"{_listed([f'{rate:.2f}' for rate in rates])} times as many tokens per second. Their "
+        f"answers have {min(lengths):.2f} to {max(lengths):.2f} of the original's tokens",
+        f"**4 chains** of CR 4, 6 and 8 take {_listed(shares[4][2:])} of the original's time.",
+        f"the exports solve {solved[0]} to {solved[-1]} %, and the original "
+        f"{100 * measured['original', 16]['accuracy']:.1f} %. At equal time it solves {at[0]} to "
+        f"{at[-1]} %.",
+        "The original's 16 chains took {} s in the run above and {} s in this one, those of CR 4 "
+        "{} and {} s, and those of CR 8 {} and {} s.".format(*times),
+        f"have a perplexity of continuations of {_listed(perplexities)} at the ratios "
+        f"{_listed(ratios)}. That of the original is {texts['original']['perplexity']:.2f}.",
+    ):
+        assert sentence in text
+
+
+def _listed(values: Sequence[str]) -> str:
+    return f"{', '.join(values[:-1])} and {values[-1]}"
 
 
 def test_the_page_says_on_which_tasks_equal_reads_solve_more() -> None:
