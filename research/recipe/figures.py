@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.evaluation.analysis.charts import needle_chart, scaling_chart
-from dms_train.evaluation.analysis.comparison import READS, VANILLA, Cost, Mark
+from dms_train.evaluation.analysis.comparison import PEAK, READS, VANILLA, Cost, Mark
 from dms_train.evaluation.analysis.needles import NeedleCell
 from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.tasks.registry import task
 from research.recipe.steps import ORIGINAL
 
 _DMS = "DMS"
+CHAIN_FIGURES = {READS: "chains", PEAK: "peak"}  # beginnings of file names
 _TIME = Cost("seconds", "milliseconds", "all of them submitted together")
 _EXPORT = re.compile(r"cr(\d+(?:\.\d+)?)")  # the name of an export of DMS
 
@@ -22,17 +23,18 @@ _EXPORT = re.compile(r"cr(\d+(?:\.\d+)?)")  # the name of an export of DMS
 def figures(numbers: Mapping[str, Any]) -> dict[str, str]:
     """Return each figure as an SVG element, by its file name.
 
-    `needles.svg` has the needles that each model finds, `chains_TASK.svg` accuracy against the KV
-    reads of chains, and `seconds_TASK.svg` accuracy against seconds. Parts that the record lacks
-    have no figure.
+    `needles.svg` has the needles that each model finds, `chains_TASK.svg` and `peak_TASK.svg`
+    accuracy against the KV reads and the peak tokens of chains, and `seconds_TASK.svg` accuracy
+    against seconds. Parts that the record lacks have no figure.
 
     Args:
         numbers: Those of `report.json`.
     """
     drawn = {}
-    for name, marks in chain_tasks(numbers).items():
-        title = f"{task(name).title}: accuracy against KV reads"
-        drawn[f"chains_{name}.svg"] = scaling_chart(title, marks, READS, (VANILLA, _DMS))
+    for cost, file in CHAIN_FIGURES.items():
+        for name, marks in chain_tasks(numbers, cost).items():
+            title = f"{task(name).title}: accuracy against {cost.title}"
+            drawn[f"{file}_{name}.svg"] = scaling_chart(title, marks, cost, (VANILLA, _DMS))
     for name, marks in seconds_tasks(numbers).items():
         title = f"{task(name).title}: accuracy against seconds"
         drawn[f"seconds_{name}.svg"] = scaling_chart(title, marks, _TIME, (VANILLA, _DMS))
@@ -52,11 +54,11 @@ def write_figures(numbers: Mapping[str, Any], folder: Path) -> bool:
     return bool(drawn)
 
 
-def chain_tasks(numbers: Mapping[str, Any]) -> dict[str, list[Mark]]:
-    """Return the points of the original and the exports of DMS, by their task."""
+def chain_tasks(numbers: Mapping[str, Any], cost: Cost) -> dict[str, list[Mark]]:
+    """Return the points of the original and the exports of DMS at this cost, by their task."""
     grouped: dict[str, list[Mark]] = {}
     for point in numbers.get("chains", {}).get("points", ()):  # records before 2026-11-27 have none
-        mark = _mark(point, point[READS.name], point["accuracy"]["value"])
+        mark = _mark(point, point[cost.name], point["accuracy"]["value"])
         if mark is not None:
             grouped.setdefault(point["task"], []).append(mark)
     return grouped

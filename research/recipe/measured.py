@@ -20,6 +20,7 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.harness.comparison import compare, read_results, require_same_conditions
 from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
+from dms_train.hf.gguf_directory import describe_types, read_gguf_record
 from research.recipe.chains import measured_chains
 from research.recipe.evaluations import needle_contexts, needles_folder, perplexity_file, results
 from research.recipe.seconds import measured_seconds
@@ -38,12 +39,19 @@ def measured(settings: Settings) -> dict[str, Any]:
         "device": timing.device_name(device),
         "versions": timing.versions(device),
         **origin(),
+        "weights": _weights(settings.original),
         "trainings": {name: _training(given) for name, given in trainings(settings).items()},
         "models": [_model(settings, model, original) for model in models(settings)],
         "needles": [asdict(cell) for cell in _cells(settings)],
         "chains": measured_chains(settings),
         "seconds": measured_seconds(settings),
     }
+
+
+def _weights(original: Path) -> str | None:
+    """State how a converted model's weights were stored; None for other models."""
+    record = read_gguf_record(original)
+    return None if record is None else describe_types(record)
 
 
 def _cells(settings: Settings) -> list[NeedleCell]:

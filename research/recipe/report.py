@@ -10,7 +10,7 @@ from typing import Any
 from dms_train.export.card import add_evaluation
 from dms_train.tables import markdown_table
 from research.recipe.chains import chains_text
-from research.recipe.figures import chain_tasks, seconds_tasks, write_figures
+from research.recipe.figures import CHAIN_FIGURES, chain_tasks, seconds_tasks, write_figures
 from research.recipe.measured import measured
 from research.recipe.seconds import seconds_text
 from research.recipe.steps import Settings, exports
@@ -56,6 +56,8 @@ def write_report(settings: Settings) -> Path:
 def report_text(numbers: Mapping[str, Any]) -> str:
     """Return the report of the numbers of `report.json` as Markdown."""
     parts = [f"# {numbers['experiment']}"]
+    if numbers.get("weights"):  # older records do not state them
+        parts.append(f"Weights of the original: {numbers['weights']}.")
     if any(_is_compared(model) for model in numbers["models"]):
         parts += [models_table(numbers), _NOTES]
         if any(model["policy"] != "auto" for model in numbers["models"]):
@@ -63,8 +65,10 @@ def report_text(numbers: Mapping[str, Any]) -> str:
     parts += ["## Training", _trainings(numbers["trainings"])]
     if numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
         parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
-        named = chain_tasks(numbers)
-        parts += [f"![{name}: accuracy against KV reads](chains_{name}.svg)" for name in named]
+        for cost, file in CHAIN_FIGURES.items():
+            title = f"accuracy against {cost.title}"
+            named = chain_tasks(numbers, cost)
+            parts += [f"![{name}: {title}]({file}_{name}.svg)" for name in named]
     if numbers.get("seconds"):  # older records have none
         parts += ["## Accuracy against seconds", seconds_text(numbers["seconds"])]
         named = seconds_tasks(numbers)

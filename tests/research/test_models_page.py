@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from tests.research.models_page import (
     PAGE,
     POLICIES,
     RESULTS,
+    ROOT,
     SETTINGS,
     check_scores,
     difference,
@@ -267,9 +269,10 @@ def test_the_page_has_the_scores_with_window_16() -> None:
 
 def test_the_readme_has_the_numbers_of_the_record() -> None:
     rows, known = page_rows("README.md"), models()
-    shown = [known[n] for n in ("original", "cr4", "cr8", "streaming_llm_cr4", "snapkv_cr4")]
+    names = ("original", "cr4", "cr8", "streaming_llm_cr4", "snapkv_cr4", "quest_cr4")
+    shown = [known[name] for name in names]
     by_title = {
-        "perplexity of": lambda m: f"{m['perplexity']['continuation']['perplexity']:.2f}",
+        "perplexity of": _perplexity_of_continuations,
         "needles found in 2,048": lambda m: f"{m['needles']['2048']['value']:.2f}",
         "needles found in 4,096": lambda m: f"{m['needles']['4096']['value']:.2f}",
         "tokens that a": lambda m: f"{m['needles']['4096']['reads_per_token']:,.0f}",
@@ -287,6 +290,50 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
         *(f"{100 * model['choices']['score']:.1f}" for model in shown[:3]),
         *(other_documents.format(means[m["name"]], means["original"]) for m in shown[3:]),
     ]
+
+
+def test_the_page_has_the_control_of_the_sweep() -> None:
+    """Distillation without eviction, of the short runs."""
+    text = page_text(PAGE)
+    (row,) = (
+        row for row in record("smollm2_sweep.json", H100)["rows"] if row["variant"] == "no-eviction"
+    )
+    assert (
+        f"has perplexity {row['window']['perplexity']:.2f}, and "
+        f"{row['continuation']['perplexity']:.2f} of continuations. It finds "
+        f"{row['needles_2048'][0]:.2f} of the needles in 2,048 tokens and "
+        f"{row['needles_4096'][0]:.2f} in 4,096."
+    ) in text
+
+
+def test_the_page_has_the_published_scores() -> None:
+    text = page_text(PAGE)
+    found = json.loads((ROOT / "dms_train/assets/published_scores.json").read_text("utf-8"))
+    lighteval, harness = (
+        {s["task"]: f"{100 * s['value']:.1f}" for s in scores if s["settings"].startswith(kind)}
+        for scores in (found["SmolLM2-135M-Instruct"],)
+        for kind in ("lighteval", "lm-eval")
+    )
+    assert (
+        f"of the original are {lighteval['hellaswag']} % of HellaSwag and {lighteval['piqa']} % of "
+        f"PIQA in its model card (lighteval), and {harness['hellaswag']} and {harness['piqa']} %, "
+        f"with {harness['arc_easy']} % of ARC-Easy and {harness['arc_challenge']} % of "
+        "ARC-Challenge, in a third party's (lm-eval)."
+    ) in text
+
+
+def test_the_page_has_the_speed_of_training() -> None:
+    text, training = page_text(PAGE), record("smollm2_135m.json")["trainings"]["train"]
+    speed = training["tokens"] / training["minutes"] / 60
+    branches = training["tokens_of_held_exports"] / speed / 60
+    minutes = 3.4 + training["minutes"] + branches
+    assert f"at {round(speed, -3):,.0f} tokens/s, on an H200" in text
+    assert f"which the sum of {minutes:.1f} meets" in text
+
+
+def _perplexity_of_continuations(model: Mapping[str, Any]) -> str:
+    found = model.get("perplexity")
+    return f"{found['continuation']['perplexity']:.2f}" if found else "not measured"
 
 
 def test_the_variants_have_the_numbers_of_the_sweep() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dms_train.evaluation.analysis.comparison import line
+from dms_train.evaluation.analysis.comparison import READS, line
 from dms_train.evaluation.analysis.pareto import margin
 from research import prompt_kl
 from research.recipe.figures import chain_tasks
@@ -202,12 +202,25 @@ def test_the_page_states_what_chains_of_qwen_lose() -> None:
         assert sentence in text
 
 
+def test_the_page_has_the_control_of_qwen() -> None:
+    models = {model["name"]: model for model in _qwen("window 16, ")["models"]}
+    control = models["control"]
+    found = {each["value"] for each in control["needles"].values()}
+    assert found == {1.0}
+    assert (
+        "has a perplexity of continuations of "
+        f"{control['perplexity']['continuation']['perplexity']:.2f} and finds all needles. In "
+        "multiple choice it differs from the original by "
+        f"{difference(control['choices']['difference'])} points."
+    ) in page_text(PAGE)
+
+
 def test_the_page_has_the_margins_of_qwen_without_cr_2() -> None:
     """As the run with textbooks, which has none."""
     text = page_text(PAGE)
     numbers = _qwen("")
     points = [point for point in numbers["chains"]["points"] if point["model"] != "cr2"]
-    grouped = chain_tasks({"chains": {"points": points}})
+    grouped = chain_tasks({"chains": {"points": points}}, READS)
     margins = [margin(*(line(grouped[t], m) for m in ("DMS", "Vanilla"))) for t in TWO]
     shown = " and ".join(f"{value:+.1f}" for value in margins if value is not None)
     assert f"without it they are {shown} now" in text

@@ -439,6 +439,17 @@ def test_a_report_leaves_out_what_is_not_measured(tmp_path: Path) -> None:
     assert "| cr4 | 4.1 |" in lines
 
 
+def test_the_report_says_that_weights_were_quantised(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "train")
+    model = tmp_path / "model"
+    model.mkdir()
+    chosen = settings(tmp_path, model=model)
+    assert "Weights" not in report_text(measured(chosen))
+    (model / "gguf.json").write_text('{"tensor_types": {"Q4_1": 210, "F32": 61}}')
+    stated = "quantised weights, dequantised from GGUF (210 Q4_1, 61 F32 tensors)"
+    assert f"\nWeights of the original: {stated}.\n" in report_text(measured(chosen))
+
+
 def test_a_ratio_is_set_in_one_place(tmp_path: Path) -> None:
     with pytest.raises(InferenceError, match="--policy-ratios"):
         check_policies(settings(tmp_path, policies=("h2o:cr=6",)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ QWEN = RESULTS / "qwen25_coder_0_5b.json"
 
 def point(model: str, accuracy: float, kv_reads: float, task: str = "math500") -> dict[str, Any]:
     interval = {"value": accuracy, "low": 0.0, "high": 1.0}
-    costs = {"kv_reads": kv_reads, "peak_tokens": 7.0}
+    costs = {"kv_reads": kv_reads, "peak_tokens": kv_reads / 16}
     return {"task": task, "model": model, "length": 0.5, "chains": 8, "accuracy": interval, **costs}
 
 
@@ -49,13 +50,19 @@ def shown(figure: str) -> list[str]:
 
 def test_points_of_the_original_and_of_dms_are_drawn() -> None:
     drawn = figures(NUMBERS)
-    assert set(drawn) == {"needles.svg", "chains_math500.svg", "chains_gsm8k.svg"}
+    files = {f"{cost}_{name}.svg" for cost in ("chains", "peak") for name in ("math500", "gsm8k")}
+    assert set(drawn) == {"needles.svg", *files}
     assert shown(drawn["chains_math500.svg"]) == [
         "Vanilla 0.5-8-1: 50.0 %, 4,000.0 KV reads",
         "DMS 0.5-8-4: 25.0 %, 1,000.0 KV reads",
     ]
     assert shown(drawn["chains_gsm8k.svg"]) == ["DMS 0.5-8-6: 100.0 %, 500.0 KV reads"]
     assert "MATH 500: accuracy against KV reads" in drawn["chains_math500.svg"]
+    assert shown(drawn["peak_math500.svg"]) == [
+        "Vanilla 0.5-8-1: 50.0 %, 250.0 peak tokens",
+        "DMS 0.5-8-4: 25.0 %, 62.5 peak tokens",
+    ]
+    assert "MATH 500: accuracy against peak tokens" in drawn["peak_math500.svg"]
     assert {"62", "41%", "2k", "cr4"} <= set(re.findall(">([^<>]+)</text>", drawn["needles.svg"]))
 
 
@@ -123,7 +130,8 @@ def test_the_figures_of_a_stored_report_are_drawn(
     assert recipe.main(["--table", str(QWEN), "--figures", str(folder)]) == 0
     printed = capsys.readouterr().out
     names = {path.name for path in folder.iterdir()}
-    assert names == {f"chains_{n}.svg" for n in ("gsm8k", "math500", "humaneval")} | {"needles.svg"}
+    charts = product(("chains", "peak"), ("gsm8k", "math500", "humaneval"))
+    assert names == {f"{cost}_{name}.svg" for cost, name in charts} | {"needles.svg"}
     assert all(f"]({name})" in printed for name in names)
 
 

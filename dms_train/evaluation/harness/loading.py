@@ -329,6 +329,7 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
         ) from None
     except Exception as error:  # errors of the hub, of data sets, of the task's own code
         reason = " ".join(str(error).split())[:200]
-        hint = "" if download else "; --download fetches its data set where it is not on this disk"
+        fetched = isinstance(error, OSError | ValueError) and not download
+        hint = "; --download fetches what is not on this disk" if fetched else ""
         raise EvaluationError(f"task {name}: {reason}{hint}") from None
     return loaded

@@ -66,6 +66,11 @@ def workspace(tmp_path_factory) -> Path:
         "task: absent_package\ndataset_path: json\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: !function code.text\ndoc_to_target: ''\n"
     )
+    (tasks / "old.py").write_text("raise AssertionError('sympy is too old')\n")
+    (tasks / "library.yaml").write_text(
+        "task: old_library\ndataset_path: json\ntest_split: test\n"
+        "output_type: generate_until\ndoc_to_text: !function old.text\ndoc_to_target: ''\n"
+    )
     return root
 
 
@@ -250,6 +255,7 @@ def test_sampled_answers_are_asked_for_by_gen_kwargs(workspace):
         ("sheets_chose", (), ("task sheets_chose", "did you mean sheets_choose")),
         ("absent_data", (), ("task absent_data", "openai/gsm8k", "--download")),
         ("absent_package", (), ("task absent_package", "no_such_package; install it")),
+        ("old_library", (), ("task old_library: sympy is too old",)),
         (CHOOSE, ("--published", "GPT"), ("--published GPT", "SmolLM2-135M-Instruct")),
         (CHOOSE, ("--data", "/absent"), ("--data /absent", "dms-eval data --out /absent")),
         (CHOOSE, ("--original", "/absent"), ("/absent",)),
@@ -287,6 +293,7 @@ def test_refusals_are_one_line_and_offline(
     assert len(errors) == 1
     for fact in facts:
         assert fact in errors[0]
+    assert ("--download" in errors[0]) == (tasks == "absent_data")
     assert not (tmp_path / "out" / "results.json").exists()
 
 
