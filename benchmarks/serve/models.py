@@ -47,6 +47,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "kv_channels": 128,
         "tie_word_embeddings": False,
     },
+    "SmolLM2-135M": {
+        "hidden_size": 576,
+        "num_layers": 30,
+        "ffn_hidden_size": 1536,
+        "kv_channels": 64,
+        "tie_word_embeddings": True,
+        "num_attention_heads": 9,
+        "num_query_groups": 3,
+        "vocab_size": 49152,
+    },
     "lab": {
         "hidden_size": 384,
         "num_layers": 8,

@@ -1,0 +1,55 @@
+"""The benchmark of prompts under policies, on a CPU: what it holds, and how it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import policies_prefill
+from benchmarks.__main__ import main
+
+BUDGET, CONTEXT = 16, 64
+
+
+def test_policies_hold_their_budget_after_a_prompt(tmp_path: Path) -> None:
+    names = ("dms", "keep_all", "snapkv", "tova", "quest")
+    sizes = ("--sequences", "2", "--context", str(CONTEXT), "--cr", "4", "--shape", "small")
+    assert main(["policies_prefill", *names, "--output", str(tmp_path), *sizes]) == 0
+    (file,) = tmp_path.glob("*/policies_prefill.json")
+    record = json.loads(file.read_text())
+    assert (record["shape"], record["sequences"], record["budget"]) == ("small", 2, BUDGET)
+    found = {case["policy"]: case for case in record["cases"]}
+    live = {name: case["live"] for name, case in found.items()}
+    # DMS keeps its window, which is longer than these prompts
+    held = dict.fromkeys(("dms", "keep_all", "quest"), CONTEXT)
+    assert live == held | dict.fromkeys(("snapkv", "tova"), BUDGET)
+    for case in found.values():
+        low, high = case["prefill_tok_s_spread"]
+        assert low <= case["prefill_tok_s"] <= high
+
+
+def test_the_table_compares_with_dms() -> None:
+    sizes = {"shape": "small", "sequences": 2, "context": 64, "budget": 16}
+    speeds = {"dms": (2000, [1900, 2100]), "snapkv": (1500, [1000, 1600])}
+    rows = [
+        {"policy": name, "prefill_tok_s": speed, "prefill_tok_s_spread": spread, "live": 16.0}
+        for name, (speed, spread) in speeds.items()
+    ]
+    lines = policies_prefill.tables({**sizes, "cases": rows}).splitlines()
+    assert lines[0] == "small, 2 prompts of 64 tokens, budgets of 16"
+    assert lines[-2:] == [
+        "| `dms` | 2,000 (1,900 to 2,100) | 1.000 | 16.0 |",
+        "| `snapkv` | 1,500 (1,000 to 1,600) | 0.750 | 16.0 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words", [["lru"], ["--repeats", "2"], ["--cr", "0.5"], ["--shape", "large"]]
+)
+def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["policies_prefill", *words])
+    assert ended.value.code == 2
+    assert words[-1] in capsys.readouterr().err
