@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from tqdm import tqdm
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.run import model_hash
@@ -85,8 +87,13 @@ def perplexity(model: str, engine: EngineOptions, options: PerplexityOptions) ->
     def add_continuation(tokens: list[int]) -> str:
         return llm.add_scoring(tokens[: options.prompt], [tokens[options.prompt :]])
 
-    results["window"] = _measure(llm, windows, add_window, _prompt_scores)
-    results["continuation"] = _measure(llm, windows, add_continuation, _given_scores)
+    parts = {
+        "window": (add_window, _prompt_scores),
+        "continuation": (add_continuation, _given_scores),
+    }
+    for part, (add, scores) in parts.items():
+        with tqdm(total=len(windows), desc=part, disable=None) as progress:  # in a terminal only
+            results[part] = _measure(llm, windows, add, scores, progress)
     return results
 
 
@@ -106,6 +113,7 @@ def _measure(
     windows: list[list[int]],
     add: Callable[[list[int]], str],
     scores: Callable[[RequestOutput], list[float]],
+    progress: tqdm[NoReturn],
 ) -> dict[str, Any]:
     """Score windows; return their mean negative log-likelihood and the compression ratio."""
     per_window, held, seen, tokens = [0.0] * len(windows), 0.0, 0, 0
@@ -119,6 +127,7 @@ def _measure(
         per_window[number] = -sum(values) / len(values)
         tokens += len(values)
         seen, held = seen + output.kv.tokens, held + output.kv.compressed_tokens
+        progress.update()
     nats = sum(per_window) / len(windows)  # windows have the same number of tokens
     return {
         "nats": nats,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dms_train.cli.config_source import compose
 from research.recipe import TABLES
 from research.recipe.report import report_text
 from research.recipe.steps import RECIPES
@@ -329,6 +330,13 @@ def test_the_page_has_the_speed_of_training() -> None:
     minutes = 3.4 + training["minutes"] + branches
     assert f"at {round(speed, -3):,.0f} tokens/s, on an H200" in text
     assert f"which the sum of {minutes:.1f} meets" in text
+    stage = compose(["experiment=smollm2_135m", "stage.retrofit.target_cr=4"]).stage
+    parts = (stage.zero_neuron.steps, 3 * stage.retrofit.steps_per_cr, stage.hold.steps)
+    size = training["tokens"] / training["steps"]
+    assert (
+        "The {} steps to CR 4 ({} of zeroing, {} of annealing, {} of hold) take {:.1f} minutes at "
+        "the rate of this run."
+    ).format(sum(parts), *parts, sum(parts) * size / speed / 60) in text
 
 
 def _perplexity_of_continuations(model: Mapping[str, Any]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,16 @@ def test_perplexity_is_that_of_a_loop_in_float64(workspace, capsys):
     above = found["model"]["window"]["nats"] - found["original"]["window"]["nats"]
     assert abs(above) > 0.001, "eviction changes nothing here"
     assert f"nats above {above:+.4f}" in printed
+
+
+def test_progress_is_shown_in_a_terminal_only(workspace, monkeypatch):
+    for terminal in (True, False):
+        stderr = io.StringIO()
+        stderr.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert main(words(workspace, "original", "--limit", "2")) == 0
+        for part in ("window", "continuation"):
+            assert (f"{part}: 100%" in stderr.getvalue()) == terminal
 
 
 def test_a_policy_acts_on_the_model_only(workspace):
