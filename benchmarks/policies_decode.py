@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.benchmark import Args, Benchmark, one_of, or_skipped
 from benchmarks.records import Table
-from benchmarks.serve.models import random_model
+from benchmarks.serve.models import with_model
 from benchmarks.tables import Column, field, table
 from benchmarks.timing import ceilings
 from dms_train.inference.cache.device_pool import DevicePool
@@ -38,7 +38,6 @@ from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.decode.types import Step
 
-KEPT = 0.125  # share of the tokens beyond the window that DMS keeps
 POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o", "quest")
 _UNBUDGETED = ("dms", "keep_all", "window")
 _PAGE = EngineOptions().page_slots  # also the page size of Quest
@@ -104,10 +103,7 @@ def settings(args: Args) -> dict[str, Any]:
 
 def cases(args: Args) -> Iterator[tuple[LoadedModel, str]]:
     """Yield every policy, with the one model that all of them run."""
-    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    model = random_model(sizes_of(args).shape, KEPT, args.device, dtype)
-    for name in args.policies or POLICIES:
-        yield model, name
+    return with_model(sizes_of(args).shape, args.policies or POLICIES, args.device)
 
 
 def measure_policy(case: tuple[LoadedModel, str], args: Args) -> Iterator[dict[str, Any]]:

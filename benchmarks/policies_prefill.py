@@ -2,11 +2,11 @@
 
     python -m benchmarks policies_prefill [POLICY ...]
 
-The engine answers all prompts with one token, and then again. A policy with a budget holds
-`--context` over `--cr` tokens in each KV list; DMS keeps an eighth of the tokens beyond its window,
-and `keep_all` all tokens. H2O and TOVA read a whole prompt before they evict (`prefill=dense`). A
-small model shows what a policy asks of the host in every layer. On a CPU the sizes are small, and
-only the ratios mean something.
+The engine answers all prompts with one token, twice to warm up and then `--repeats` times. A policy
+with a budget holds `--context` over `--cr` tokens in each KV list; DMS keeps an eighth of the
+tokens beyond its window, and `keep_all` all tokens. H2O and TOVA read a whole prompt before they
+evict (`prefill=dense`). A small model shows what a policy asks of the host in every layer. On a CPU
+the sizes are small, and only the ratios mean something.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from benchmarks.benchmark import Args, Benchmark, one_of, or_skipped
 from benchmarks.records import Table
 from benchmarks.serve.case import Case, prompts
-from benchmarks.serve.models import ENGINE, KEPT, SERVING_PAGE, SHAPES, random_model
+from benchmarks.serve.models import ENGINE, SERVING_PAGE, SHAPES, with_model
 from benchmarks.tables import Column, field, table
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.models.loader import LoadedModel
@@ -34,8 +34,11 @@ POLICIES = (
     *("snapkv", "r_kv", "keydiff", "knorm", "quest"),
 )
 _UNBUDGETED = ("dms", "keep_all")
-_FURTHER = {"h2o": {"prefill": "dense"}, "tova": {"prefill": "dense"}}  # options of a policy
+_FURTHER = {name: {"prefill": "dense"} for name in ("h2o", "tova")}  # options of a policy
+_ON_GPU = ("SmolLM2-135M", 64, 2048)  # shape, prompts and tokens of each
+_ELSEWHERE = ("small", 2, 128)
 _MEMORY = 0.5  # share of the GPU for the engine of a policy
+_WARM_UP = 2  # the second run of a kind of prompts captures its graph
 _FEWEST = 5  # least number of runs for a meaningful median and spread
 
 
@@ -67,27 +70,27 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: Args) -> None:
-    """Refuse too few runs, and a budget of no token."""
+    """Refuse too few runs, and sizes or budgets below one token."""
     if args.repeats < _FEWEST:
         raise ValueError(f"--repeats {args.repeats}: at least {_FEWEST}")
-    if args.cr < 1:
-        raise ValueError(f"--cr {args.cr}: at least 1")
+    for option in ("sequences", "context"):
+        if (given := getattr(args, option)) is not None and given < 1:
+            raise ValueError(f"--{option} {given}: at least 1")
+    longest = args.context or _ELSEWHERE[-1]
+    if not 1 <= args.cr <= longest:
+        raise ValueError(f"--cr {args.cr}: 1 to {longest}; a longer --context permits more")
 
 
 def sizes_of(args: Args) -> Sizes:
     """Return the sizes that the options request."""
-    on_gpu = args.device.type == "cuda"
-    shape, sequences, context = ("SmolLM2-135M", 64, 2048) if on_gpu else ("small", 2, 128)
+    shape, sequences, context = _ON_GPU if args.device.type == "cuda" else _ELSEWHERE
     context = args.context or context
     return Sizes(args.shape or shape, args.sequences or sequences, context, int(context / args.cr))
 
 
 def cases(args: Args) -> Iterator[tuple[LoadedModel, str]]:
     """Yield every policy, with the one model that all of them run."""
-    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    model = random_model(sizes_of(args).shape, KEPT, args.device, dtype)
-    for name in args.policies or POLICIES:
-        yield model, name
+    return with_model(sizes_of(args).shape, args.policies or POLICIES, args.device)
 
 
 def measure_policy(case: tuple[LoadedModel, str], args: Args) -> Iterator[dict[str, Any]]:
@@ -104,12 +107,13 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, args: Args) -> dict[str
 
     Returns:
         `prefill_tok_s`, the median over `--repeats` runs, with its 20 % and 80 % quantiles, and
-        `live` tokens of a KV list after the first new token.
+        `live` tokens of a KV list after the prompt.
     """
     budget = {} if name in _UNBUDGETED else {"budget": sizes.budget}
+    further = _FURTHER.get(name, {})
     options = EngineOptions(
         policy=name,
-        policy_options={**budget, **_FURTHER.get(name, {})},
+        policy_options=budget | further,
         device=str(args.device),
         max_num_seqs=sizes.sequences,
         max_model_len=sizes.context + 1,
@@ -118,11 +122,13 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, args: Args) -> dict[str
     engine = InferenceEngine(model, options)
     case = Case(sizes.sequences, sizes.context)
     tokens = prompts(case, model.architecture.vocab_size)
-    _run(engine, tokens)
+    for _ in range(_WARM_UP):
+        _run(engine, tokens)
     runs = [_run(engine, tokens) for _ in range(args.repeats)]
     low, *_, high = statistics.quantiles((seconds for seconds, _ in runs), n=5)
     read = sizes.sequences * sizes.context
     return {
+        "options": [f"{key}={value}" for key, value in further.items()],
         "prefill_tok_s": round(read / statistics.median(seconds for seconds, _ in runs)),
         "prefill_tok_s_spread": [round(read / high), round(read / low)],
         "live": round(runs[-1][1], 1),
@@ -145,10 +151,10 @@ def tables(record: dict[str, Any]) -> str:
     dms = {case["policy"]: case.get("prefill_tok_s") for case in record["cases"]}.get("dms")
     title = (
         f"{record['shape']}, {record['sequences']} prompts of {record['context']} tokens, "
-        f"budgets of {record['budget']}"
+        f"{record['budget']} of them in a budget"
     )
     columns: list[Column] = [
-        ("policy", lambda row: f"`{row['policy']}`"),
+        ("policy", lambda row: f"`{':'.join([row['policy'], *row.get('options', ())])}`"),
         (
             "prompt tokens/s (20 % to 80 %)",
             lambda row: "{:,} ({:,} to {:,})".format(

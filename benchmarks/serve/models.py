@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,6 +107,16 @@ def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dty
     for layer in decoder.decoder_layers:
         layer.self_attn.spec = spec
     return LoadedModel(decoder=decoder, architecture=sizes, spec=spec, dtype=dtype, config={})
+
+
+def with_model(
+    shape: str, policies: Iterable[str], device: torch.device
+) -> Iterator[tuple[LoadedModel, str]]:
+    """Yield every policy with one random model, in bf16 on a GPU and in fp32 elsewhere."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_model(shape, KEPT, device, dtype)
+    for policy in policies:
+        yield model, policy
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from dms_train.hf.tokenizer_files import TOKENIZER_CONFIG, read_chat_tokenizer
 from dms_train.inference.errors import InferenceError
 
 _LOOPS = "jinja2.ext.loopcontrols"  # enabled in transformers' environment
-_NO_TEMPLATE = "the model has no chat template; use LLM.generate, /v1/completions or no --chat"
+_NO_TEMPLATE = "the model has no chat template; use LLM.generate or /v1/completions"
 
 
 class ChatTemplate:

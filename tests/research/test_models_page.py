@@ -319,7 +319,8 @@ def test_the_page_has_the_published_scores() -> None:
         f"of the original are {lighteval['hellaswag']} % of HellaSwag and {lighteval['piqa']} % of "
         f"PIQA in its model card (lighteval), and {harness['hellaswag']} and {harness['piqa']} %, "
         f"with {harness['arc_easy']} % of ARC-Easy and {harness['arc_challenge']} % of "
-        "ARC-Challenge, in a third party's (lm-eval)."
+        "ARC-Challenge, in a third party's (lm-eval). They are without examples, and with the "
+        f"weights before quantisation. The card also has {lighteval['gsm8k']} % of GSM8K."
     ) in text
 
 
@@ -329,7 +330,7 @@ def test_the_page_has_the_speed_of_training() -> None:
     branches = training["tokens_of_held_exports"] / speed / 60
     minutes = 3.4 + training["minutes"] + branches
     assert f"at {round(speed, -3):,.0f} tokens/s, on an H200" in text
-    assert f"which the sum of {minutes:.1f} meets" in text
+    assert f"The parts sum to {minutes:.1f}, without the starts" in text
     stage = compose(["experiment=smollm2_135m", "stage.retrofit.target_cr=4"]).stage
     parts = (stage.zero_neuron.steps, 3 * stage.retrofit.steps_per_cr, stage.hold.steps)
     size = training["tokens"] / training["steps"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -343,7 +344,8 @@ def test_the_page_compares_accuracy_of_qwen_at_every_ratio() -> None:
         f"With 16 chains the exports solve {solved[0]} to {solved[-1]} %, and the original "
         f"{original} %. In the time of an export the original solves {at[0]} to {at[-1]} %. All "
         "of these differences are smaller than their standard errors.",
-        "The original's 16 chains took {} s in the run above and {} s in this one, those of CR 4 "
+        "On the busy host above and on this idle one, exports come from two trainings. The "
+        "original's 16 chains took {} and {} s, those of CR 4 "
         "{} and {} s, and those of CR 8 {} and {} s.".format(*times),
         "CR 8 solved {} and {} %, and CR 4 {} and {} %.".format(*again),
     ):
@@ -364,6 +366,15 @@ def test_the_page_describes_the_run_of_every_ratio() -> None:
         f"recipe --table research/results/nvidia_h200/{RATIOS['every ratio']} #",
     ):
         assert sentence in text
+    shares = [
+        100 * each["accuracy"]
+        for each in record(CASES["SmolLM2"])["seconds"]["gsm8k"]["models"]["original"]["budgets"]
+    ]
+    solved = f"solves {min(shares):.0f} to {max(shares):.0f} % of GSM8K]"
+    assert f"SmolLM2 [{solved}(models/seconds.md" in page_text("docs/models.md")
+    times = re.findall(r"took (\d+) s from start to end. That of the training took (\d+) s", text)
+    minutes = sum(map(int, *times)) / 60
+    assert f"the two commands took {minutes:.0f} minutes in all" in page_text("docs/models.md")
     claim = "at CR 3 and more take less time with 16 chains of a problem, and at equal time no gain"
     assert claim in page_text("docs/science.md")
 

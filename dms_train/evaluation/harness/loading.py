@@ -329,7 +329,7 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
         ) from None
     except Exception as error:  # errors of the hub, of data sets, of the task's own code
         reason = " ".join(str(error).split())[:200]
-        fetched = isinstance(error, OSError | ValueError) and not download
-        hint = "; --download fetches what is not on this disk" if fetched else ""
+        absent = isinstance(error, FileNotFoundError | ConnectionError)
+        hint = "; --download fetches what is not on this disk" if absent and not download else ""
         raise EvaluationError(f"task {name}: {reason}{hint}") from None
     return loaded

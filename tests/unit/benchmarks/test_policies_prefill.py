@@ -25,6 +25,7 @@ def test_policies_hold_their_budget_after_a_prompt(tmp_path: Path) -> None:
     # DMS keeps its window, which is longer than these prompts
     held = dict.fromkeys(("dms", "keep_all", "quest"), CONTEXT)
     assert live == held | dict.fromkeys(("snapkv", "tova"), BUDGET)
+    assert found["tova"]["options"] == ["prefill=dense"]
     for case in found.values():
         low, high = case["prefill_tok_s_spread"]
         assert low <= case["prefill_tok_s"] <= high
@@ -32,21 +33,26 @@ def test_policies_hold_their_budget_after_a_prompt(tmp_path: Path) -> None:
 
 def test_the_table_compares_with_dms() -> None:
     sizes = {"shape": "small", "sequences": 2, "context": 64, "budget": 16}
-    speeds = {"dms": (2000, [1900, 2100]), "snapkv": (1500, [1000, 1600])}
+    speeds = {"dms": (2000, [1900, 2100]), "h2o": (1500, [1000, 1600])}
     rows = [
         {"policy": name, "prefill_tok_s": speed, "prefill_tok_s_spread": spread, "live": 16.0}
         for name, (speed, spread) in speeds.items()
     ]
+    rows[1]["options"] = ["prefill=dense"]
     lines = policies_prefill.tables({**sizes, "cases": rows}).splitlines()
-    assert lines[0] == "small, 2 prompts of 64 tokens, budgets of 16"
+    assert lines[0] == "small, 2 prompts of 64 tokens, 16 of them in a budget"
     assert lines[-2:] == [
         "| `dms` | 2,000 (1,900 to 2,100) | 1.000 | 16.0 |",
-        "| `snapkv` | 1,500 (1,000 to 1,600) | 0.750 | 16.0 |",
+        "| `h2o:prefill=dense` | 1,500 (1,000 to 1,600) | 0.750 | 16.0 |",
     ]
 
 
 @pytest.mark.parametrize(
-    "words", [["lru"], ["--repeats", "2"], ["--cr", "0.5"], ["--shape", "large"]]
+    "words",
+    [
+        *(["lru"], ["--shape", "large"], ["--repeats", "2"], ["--sequences", "0"]),
+        *(["--context", "-3"], ["--cr", "0.5"], ["--context", "64", "--cr", "65.0"]),
+    ],
 )
 def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

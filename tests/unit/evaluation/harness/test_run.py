@@ -66,7 +66,7 @@ def workspace(tmp_path_factory) -> Path:
         "task: absent_package\ndataset_path: json\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: !function code.text\ndoc_to_target: ''\n"
     )
-    (tasks / "old.py").write_text("raise AssertionError('sympy is too old')\n")
+    (tasks / "old.py").write_text("raise ValueError('sympy is too old')\n")
     (tasks / "library.yaml").write_text(
         "task: old_library\ndataset_path: json\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: !function old.text\ndoc_to_target: ''\n"
