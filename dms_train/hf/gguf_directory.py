@@ -197,9 +197,10 @@ def _card(
         **front_matter,
     }
     front = {key: value for key, value in stated.items() if isinstance(value, str) and value}
+    head = f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n" if front else ""
     title = metadata.get("general.name") or record["file"]
     return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {title}\n\n"
+        f"{head}# {title}\n\n"
         f"Converted by dms-train from `{record['file']}` (SHA-256 `{record['sha256']}`) to "
         f"{record['dtype']}: {describe_types(record)}.\n\n"
         "Dequantised weights differ from the weights that were quantised, so results differ from "

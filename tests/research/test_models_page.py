@@ -324,6 +324,40 @@ def test_the_page_has_the_published_scores() -> None:
     ) in text
 
 
+COSTS = {  # record and variant
+    "quality, 10.8 million": ("window_64", "25-steps-per-unit"),
+    "quality, 17.7 million": ("window_64", "base"),
+    "quality, 17.7 million again": ("losses", "base"),
+    "quality, 98.3 million": ("losses", "400-steps-per-unit"),
+    "quality, 334.2 million": ("long", "1500-steps-per-unit"),
+}
+
+
+def test_the_page_has_tokens_and_minutes_against_quality() -> None:
+    rows, training = page_rows(PAGE), record("smollm2_135m.json")["trainings"]["train"]
+    speed = training["tokens"] / training["minutes"]
+    assert [name for name in rows if name.startswith("quality,")] == list(COSTS)
+    found = []
+    for title, (name, variant) in COSTS.items():
+        sweep = record(f"smollm2_sweep_{name}.json")["rows"]
+        (row,) = (row for row in sweep if row["variant"] == variant)
+        assert f"{row['tokens'] / 1e6:.1f} million" in title
+        assert rows[title] == [
+            f"{row['tokens'] / speed:.1f}",
+            f"{row['kl']:.4f}",
+            f"{row['continuation']['cr_factor']:.2f}",
+            f"{row['continuation']['perplexity']:.2f}",
+            "{:.2f} [{:.2f}, {:.2f}]".format(*row["needles_4096"]),
+        ]
+        found.append(row)
+    kl = [row["kl"] for row in found[1:]]
+    assert kl == sorted(kl, reverse=True)
+    longest = (found[-2], found[-1])
+    shorter = min(row["continuation"]["perplexity"] for row in found[1:3])
+    assert all(row["continuation"]["perplexity"] > shorter - 0.005 for row in longest)
+    assert all(row["needles_4096"][0] <= found[2]["needles_4096"][0] for row in longest)
+
+
 def test_the_page_has_the_speed_of_training() -> None:
     text, training = page_text(PAGE), record("smollm2_135m.json")["trainings"]["train"]
     speed = training["tokens"] / training["minutes"] / 60

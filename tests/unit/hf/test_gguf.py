@@ -321,6 +321,13 @@ def test_the_command_writes_a_directory_that_says_where_it_comes_from(tmp_path, 
     assert "exists" in capsys.readouterr().err
 
 
+def test_a_card_without_a_licence_has_no_front_matter(tmp_path):
+    path = gguf_files.model_file(tmp_path / "m.gguf", general__license="")
+    convert_gguf(path, tmp_path / "out")
+    assert (tmp_path / "out" / CARD_FILE).read_text().startswith("# ")
+    assert read_base(str(tmp_path / "out")).license == "unknown"
+
+
 @pytest.mark.parametrize("place", ["file", "directory"])
 def test_the_card_of_an_export_says_that_the_weights_were_quantised(tmp_path, place):
     path = gguf_files.model_file(tmp_path / "m.gguf")
