@@ -344,7 +344,7 @@ def test_the_page_compares_accuracy_of_qwen_at_every_ratio() -> None:
         f"With 16 chains the exports solve {solved[0]} to {solved[-1]} %, and the original "
         f"{original} %. In the time of an export the original solves {at[0]} to {at[-1]} %. All "
         "of these differences are smaller than their standard errors.",
-        "On the busy host above and on this idle one, exports come from two trainings. The "
+        "The run above trained its own exports, and its host was busy. There and here the "
         "original's 16 chains took {} and {} s, those of CR 4 "
         "{} and {} s, and those of CR 8 {} and {} s.".format(*times),
         "CR 8 solved {} and {} %, and CR 4 {} and {} %.".format(*again),
