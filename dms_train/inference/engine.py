@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dms_train.hf.directory import resolve
-from dms_train.inference.accounting import RequestKV, TotalKV
+from dms_train.inference.accounting import TotalKV
 from dms_train.inference.devices import launches, launches_on, require_device
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.kv_cache_manager import KVCacheManager
@@ -26,33 +24,8 @@ from dms_train.inference.sampler import sample
 from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.sequence_state import FINISHED
+from dms_train.inference.text_reader import TextReader, TextStates
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
-
-
-class TextStates(NamedTuple):
-    """Result of reading a text.
-
-    Attributes:
-        hidden: Last hidden states, [tokens, hidden] on the host, in the dtype of the model.
-        kv: Cost of its cache.
-    """
-
-    hidden: Tensor
-    kv: RequestKV
-
-
-class _TextPart(NamedTuple):
-    """Hidden states of neighbouring tokens of a text.
-
-    Attributes:
-        sequence: The text.
-        first: Position of the first token.
-        hidden: [tokens, hidden] on the device.
-    """
-
-    sequence: Sequence
-    first: int
-    hidden: Tensor
 
 
 class InferenceEngine:
@@ -98,6 +71,7 @@ class InferenceEngine:
             vocab_size=self.architecture.vocab_size,
             longest=self.longest,
         )
+        self._reader = TextReader(self._runner, self._scheduler, self._builder)
         self._requests: dict[str, Request] = {}
         self._launched: list[Launched] = []  # in launch order; their tokens are still on the device
         self.decoded_steps = 0
@@ -336,13 +310,8 @@ class InferenceEngine:
         Raises:
             InferenceError: As in `hidden_states`.
         """
-        to_logits, text = self._runner.model.decoder.logits, self._text(token_ids)
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        shape = len(text.tokens), len(self.head)
-        logits = torch.empty(shape, dtype=dtype, device=self.head.device)
-        for _, first, hidden in self._read([text]):
-            logits[first : first + len(hidden)] = to_logits(hidden)
-        return logits
+        self._receive_launched()
+        return self._reader.logits(token_ids)
 
     @launches
     def hidden_states(self, texts: list[list[int]]) -> list[TextStates]:
@@ -361,65 +330,13 @@ class InferenceEngine:
             InferenceError: A text is empty, too long or not of this vocabulary, or the cache is
                 too small for it.
         """
-        sequences = [self._text(token_ids) for token_ids in texts]
-        states = {
-            s: torch.empty(len(s.tokens), *self.head.shape[1:], dtype=self.dtype) for s in sequences
-        }
-        for sequence, first, hidden in self._read(sequences):
-            states[sequence][first : first + len(hidden)] = hidden.cpu()
-        return [TextStates(states[s], s.meter.report()) for s in sequences]
+        self._receive_launched()
+        return self._reader.hidden_states(texts)
 
     @property
     def head(self) -> Tensor:
         """Weight of the output layer, [vocab, hidden]."""
         return self._runner.model.decoder.lm_head.weight
-
-    def _text(self, token_ids: list[int]) -> Sequence:
-        """Return a sequence that is only read."""
-        request = self._builder.request(SamplingParams())
-        self._builder.add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
-        (sequence,) = request.sequences
-        sequence.read_only = True
-        return sequence
-
-    def _read(self, sequences: list[Sequence]) -> Iterator[_TextPart]:
-        """Yield the hidden states of parts of texts; each is valid until the next one.
-
-        A preempted text is read again from its beginning, and its cost is counted anew.
-        """
-        before, self._launched = self._launched, []
-        self._receive(before)
-        unread = dict.fromkeys(sequences)
-        for sequence in sequences:
-            self._scheduler.add(sequence)
-        try:
-            while unread:
-                plan = self._scheduler.schedule(time.monotonic(), unread.keys())
-                if not plan.batch:
-                    raise InferenceError("the cache is too small for the text; raise cache_bytes")
-                yield from self._read_parts(plan.batch)
-                for sequence, _ in plan.batch:
-                    if not sequence.remaining:
-                        self._scheduler.remove(sequence)
-                        del unread[sequence]
-            for sequence in sequences:
-                self._runner.total.finish(sequence.meter.report())
-        finally:
-            for sequence in unread:
-                self._scheduler.remove(sequence)
-
-    def _read_parts(self, batch: list[tuple[Sequence, int]]) -> Iterator[_TextPart]:
-        """Yield the hidden states of one pass."""
-        counts, first = dict(batch), {s: s.num_computed_tokens for s, _ in batch}
-        for sequence, position in first.items():
-            if not position:
-                sequence.meter.restart()
-        forward_pass = self._runner.step(batch, hidden_states=True)
-        assert forward_pass.hidden is not None
-        hidden = forward_pass.hidden.split([counts[s] for s in forward_pass.sequences])
-        for sequence, part in zip(forward_pass.sequences, hidden, strict=True):
-            yield _TextPart(sequence, first[sequence], part)
-        self._runner.count(forward_pass)
 
     def _sequences(self, request_ids: Collection[str] | None) -> set[Sequence] | None:
         """Return the sequences of these requests; None for all."""
@@ -536,6 +453,11 @@ class InferenceEngine:
                 self._advanced.append(sequence)
                 if sequence.status is FINISHED:
                     self._discard(sequence)
+
+    def _receive_launched(self) -> None:
+        """Receive the tokens of all launched steps."""
+        launched, self._launched = self._launched, []
+        self._receive(launched)
 
     def _discard(self, sequence: Sequence) -> None:
         """Drop the in-flight tokens of a sequence that has ended."""
