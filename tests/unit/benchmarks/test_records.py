@@ -24,6 +24,8 @@ QUOTED = [
     ("serve kernels", "--table", "kernels_llama_3_1_8b_32.json", "performance/serving.md"),
     ("serve online", "--table", "online.json", "performance/serving.md"),
     ("policies_decode", "--table", "policies_decode.json", "performance/serving.md"),
+    ("policies_prefill", "--table", "policies_prefill.json", "performance/serving.md"),
+    ("policies_prefill", "--table", "policies_prefill_llama_3_1_8b.json", "performance/serving.md"),
     ("attention", "--table", "attention.json", "performance/attention.md"),
     ("attention accuracy", "--table", "accuracy.json", "performance/attention.md"),
     ("vocab_loss", "--table", "vocab_loss.json", "concepts/distillation.md"),
