@@ -16,6 +16,7 @@ from benchmarks import timing
 from benchmarks.records import origin
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
+from dms_train.evaluation.bootstrap import ratio
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.harness.comparison import compare, read_results, require_same_conditions
 from dms_train.evaluation.plots import read_rows
@@ -93,8 +94,9 @@ def _model(settings: Settings, model: Model, original: Mapping[str, Any] | None)
     validation = settings.root / "validation" / model.name / "metrics.json"
     if validation.is_file():
         found["validation"] = _read(validation)
-    if perplexity_file(settings, model.name).is_file():
-        found["perplexity"] = _perplexity(perplexity_file(settings, model.name))
+    if (scored := _scored_text(settings, model.name)) is not None:
+        of_original = None if model.name == ORIGINAL else _scored_text(settings, ORIGINAL)
+        found["perplexity"] = perplexity(scored, of_original)
     found["needles"] = {
         str(context): _needles(folder)
         for context in needle_contexts(settings)
@@ -123,11 +125,30 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _perplexity(path: Path) -> dict[str, dict[str, float]]:
-    """Return perplexity and compression ratio of whole windows and of continuations."""
-    model = _read(path)["model"]
-    names = ("perplexity", "nats", "cr_factor")
-    return {part: {n: model[part][n] for n in names} for part in ("window", "continuation")}
+def _scored_text(settings: Settings, name: str) -> dict[str, Any] | None:
+    """Return what `dms-eval perplexity` wrote of a model; None before it has."""
+    path = perplexity_file(settings, name)
+    return _read(path)["model"] if path.is_file() else None
+
+
+def perplexity(
+    scored: Mapping[str, Any], original: Mapping[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """Return perplexity and compression ratio of whole windows and of continuations.
+
+    Args:
+        scored: What `dms-eval perplexity` wrote of a model.
+        original: The same of its original; then each part has the `difference` in nats per token,
+            paired over windows, with its 95% bootstrap interval.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for part in ("window", "continuation"):
+        found[part] = {name: scored[part][name] for name in ("perplexity", "nats", "cr_factor")}
+        if original is not None:
+            pairs = zip(scored[part]["per_window"], original[part]["per_window"], strict=True)
+            lost = [own - other for own, other in pairs]
+            found[part]["difference"] = asdict(ratio(lost, [1.0] * len(lost)))
+    return found
 
 
 def _needles(folder: Path) -> dict[str, float]:

@@ -19,7 +19,8 @@ _VALIDATED = {"cr_factor": "cr_factor", "kl_nats_per_token": "KL", "top1_agreeme
 _NOTES = """\
 `cr_factor`, `KL` (nats per token) and `top-1` compare an export with the original on text of the
 original that was not trained on. `cr_factor, continuations` is that of the tokens whose perplexity
-is measured after a prompt. `cr_factor, tasks` and `peak tokens` are those of the benchmarks;
+is measured after a prompt, and `nats more` is what such a token loses beside the original, paired
+over windows, with a 95% interval. `cr_factor, tasks` and `peak tokens` are those of the benchmarks;
 peak tokens are the mean over requests of the most tokens that a layer and KV head holds. Scores
 have 95% intervals; `choices` is the mean over the tasks of multiple choice, each with the same
 weight. Its difference to the original is paired over documents, with a 95% interval.
@@ -104,6 +105,7 @@ def _row(model: Mapping[str, Any], tasks: Sequence[str], contexts: Sequence[str]
         "peak tokens": _number(kv.get("peak_tokens"), ",.0f"),
         "perplexity": _number(perplexity.get("window", {}).get("perplexity"), ".2f"),
         "of continuations": _number(continuation.get("perplexity"), ".2f"),
+        "nats more": _interval(continuation.get("difference"), "+.4f"),
         "cr_factor, continuations": _number(continuation.get("cr_factor"), ".2f"),
         **{f"needles {int(key):,}": _interval(needles.get(key)) for key in contexts},
         "KV reads of a token, longest needles": _number(longest.get("reads_per_token"), ",.0f"),

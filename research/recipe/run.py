@@ -2,12 +2,12 @@
 
     python -m research recipe smollm2_135m --minutes 9
 
-downloads the model and samples training text from it. It runs `dms-train experiment=smollm2_135m`,
-which exports the model at CR 2, 3, 4, 6 and 8. It compares each export with the original on
-text that was not trained on and on public benchmarks, and in the time of the engine with the same
-bytes of cache. Then it writes FOLDER/report.md and adds the results to the model card of each
-export. Every step is a command of this project; its output goes
-to FOLDER/logs.
+downloads the model and samples training text from it; the rest of the text is Python's standard
+library. It runs `dms-train experiment=smollm2_135m`, which exports the model at CR 2, 3, 4, 6 and
+8. It compares each export with the original on text that was not trained on and on public
+benchmarks, and in the time of the engine with the same bytes of cache. Then it writes
+FOLDER/report.md and adds the results to the model card of each export. Every step is a command of
+this project; its output goes to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state, and the next call skips it. After `--minutes` the
 running command is told to stop, the report has what is finished, and the exit code is 3; the same
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, help="directory of the model, in place of a download")
     add("--prompts", type=Path, help="file of prompts to answer, in place of instructions")
     add("--column", default="prompt", help="column of the prompts (%(default)s)")
-    more = "further text files to train on; they replace the recipe's code"
+    more = "text files to train on, in place of Python's standard library"
     add("--text", type=Path, nargs="+", default=(), help=more)
     add("--benchmarks", type=Path, help="folder of `dms-eval data`, in place of a download")
     add("--held-out", type=Path, help="text for the perplexity, such as WikiText-2's test set")
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--allow-code", choices=("sandbox", "unisolated"), help=code)
     add("--table", type=Path, metavar="FILE", help="print the report of a report.json instead")
     add("--figures", type=Path, metavar="FOLDER", help="draw the record of --table there")
-    add("--rows", type=count, default=256, help="sequences in the cache (%(default)s)")
+    add("--rows", type=count, default=512, help="sequences in the cache (%(default)s)")
     return parser
 
 

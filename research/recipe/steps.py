@@ -75,8 +75,8 @@ class Recipe:
         prompts: Number of prompts that the model answers.
         continuations: Answers to each prompt.
         new_tokens: Limit of an answer.
-        sampled: Share of these answers in the training text, if there is other text.
-        code: Train on Python's standard library too, unless the user names other text.
+        sampled: Share of these answers in the training text. The rest is the user's text or,
+            without any, Python's standard library; the embedded model trains on answers alone.
         tasks: Tasks of the evaluation.
         published: Name of the model's published scores; None without.
         chains: Also sample several chains of reasoning.
@@ -93,7 +93,6 @@ class Recipe:
     continuations: int = 2
     new_tokens: int = 1800
     sampled: float = 0.5
-    code: bool = False
     tasks: tuple[Task, ...] = _TASKS
     published: str | None = None
     chains: bool = False
@@ -118,7 +117,6 @@ RECIPES = {
         source="qwen25-coder-0.5b-instruct",
         prompts=10_000,
         sampled=0.75,
-        code=True,
         tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
         chains=True,
         timed=("gsm8k", "math500", "humaneval"),
@@ -162,7 +160,8 @@ class Settings:
         model: Directory of the original; None fetches it.
         prompts: File of prompts that the model answers; None writes instructions.
         column: Column of the prompts in that file.
-        text: Files of text to train on; if empty, the recipe's code is used, if it has any.
+        text: Files of text to train on; if empty, every recipe but `toy` takes Python's standard
+            library.
         device: Device of the commands.
         rows: Sequences in the cache at the same time.
         limit: Documents of each task.
@@ -331,8 +330,12 @@ def _fetched(settings: Settings) -> list[Step]:
 def _shards(settings: Settings) -> dict[str, float]:
     """Return the shards of the training data with their weights."""
     share = settings.recipe.sampled
-    further = settings.text or settings.recipe.code
-    return {"sampled": share, "text": 1 - share} if further else {"sampled": 1.0}
+    return {"sampled": share, "text": 1 - share} if _has_text(settings) else {"sampled": 1.0}
+
+
+def _has_text(settings: Settings) -> bool:
+    """Return whether other text than the answers is trained on."""
+    return bool(settings.text) or settings.recipe.source is not None
 
 
 def _data(settings: Settings) -> list[Step]:
@@ -359,8 +362,8 @@ def _data(settings: Settings) -> list[Step]:
 
 
 def _text(settings: Settings, fetched: tuple[str, ...]) -> list[Step]:
-    """Return the steps that tokenize the user's text or, without any, the recipe's code."""
-    if not settings.text and not settings.recipe.code:
+    """Return the steps that tokenize the user's text or, without any, Python's library."""
+    if not _has_text(settings):
         return []
     files, steps, source = settings.text, list[Step](), list[str]()
     if not files:
