@@ -11,7 +11,9 @@ _TIMED = (
 _PAGES = {
     "docs/models.md": (
         "nvidia_h200/smollm2_135m.json",
+        "*/smollm2_135m_defaults.json",
         "*/smollm2_135m_needles.json",
+        "*/smollm2_135m_policies.json",
         "*/qwen25_coder_0_5b.json",
         "*/qwen25_coder_0_5b_policies*.json",
         "*/qwen25_coder_0_5b_perplexity.json",

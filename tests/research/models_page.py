@@ -24,6 +24,7 @@ POLICIES = {
     "H2O": "h2o_prefill_dense",
     "Knorm": "knorm",
 }
+TRIATTENTION = "triattention_statistics_queries_safetensors"
 CHOICES = ("hellaswag@10", "arc_easy@25", "arc_challenge@25", "piqa@20", "winogrande@5")
 CHOICES += ("openbookqa@5",)
 LAMBADA = ("lambada_openai@0", "lambada_openai@10")

@@ -25,6 +25,7 @@ from tests.research.models_page import (
     POLICIES,
     RESULTS,
     ROOT,
+    TRIATTENTION,
     check_scores,
     difference,
     interval,
@@ -34,53 +35,110 @@ from tests.research.models_page import (
     score,
 )
 
+LENGTHS = ("1024", "2048", "4096", "8192")
 MODELS = {
     "original": "original",
     **{f"DMS, CR {ratio}": f"cr{ratio}" for ratio in (2, 3, 4, 6, 8)},
     **{f"window 16, CR {ratio}": f"window_16_cr{ratio}" for ratio in (2, 3, 4, 6, 8)},
     **{f"DMC, CR {ratio}": f"dmc_cr{ratio}" for ratio in (4, 8)},
-    **{
-        f"{title}, CR {ratio}": f"{name}_cr{ratio}"
-        for title, name in POLICIES.items()
-        for ratio in (4, 8)
-    },
 }
+UNTRAINED = POLICIES | {"TriAttention": TRIATTENTION}
 
 
 def models() -> dict[str, dict[str, Any]]:
-    """Models of the newest record, and of the one before, whose DMS has window 16.
-
-    The oldest record has the perplexity of some policies.
-    """
-    oldest, before, newest = (
-        {model["name"]: dict(model) for model in record(name, device)["models"]}
-        for name, device in (
-            ("smollm2_135m.json", H100),
-            ("smollm2_135m_window_16.json", H200),
-            ("smollm2_135m.json", H200),
-        )
+    """Models of the page, with DMC and the DMS of the run with window 16, and the policies."""
+    before, policies, newest = (
+        {model["name"]: model for model in record(f"smollm2_135m{name}.json")["models"]}
+        for name in ("_window_16", "_policies", "")
     )
-    for name, model in before.items():
-        if "perplexity" not in model and name in oldest:
-            model["perplexity"] = oldest[name]["perplexity"]
     named = {f"window_16_{name}" if name in newest else name: before[name] for name in before}
-    return named | newest
+    return named | {n: m for n, m in policies.items() if m["policy"] != "auto"} | newest
 
 
 def test_the_page_has_the_numbers_of_the_record() -> None:
     rows, known = page_rows(EARLIER) | page_rows(PAGE), models()
-    for title, name in MODELS.items():
+    titles = MODELS | {
+        f"{title}, CR {ratio}": f"{name}_cr{ratio}"
+        for title, name in UNTRAINED.items()
+        for ratio in (4, 8)
+    }
+    for title, name in titles.items():
         model, cells = known[name], rows[title]
-        perplexity, validation = model.get("perplexity"), model.get("validation")
+        window, continuation = (model["perplexity"][part] for part in ("window", "continuation"))
+        validation = model.get("validation")
+        assert cells[0] == f"{continuation['cr_factor']:.2f}"
         assert cells[1] == (f"{validation['kl_nats_per_token']:.4f}" if validation else "")
-        if perplexity:
-            assert cells[0] == f"{perplexity['continuation']['cr_factor']:.2f}"
-            assert cells[2] in (f"{perplexity['window']['perplexity']:.2f}", "")
-            assert cells[3] == f"{perplexity['continuation']['perplexity']:.2f}"
-        else:
-            assert cells[0] == cells[2] == cells[3] == ""
+        assert cells[2:4] == [f"{part['perplexity']:.2f}" for part in (window, continuation)]
         assert cells[4:7] == [interval(model["needles"][key]) for key in ("1024", "2048", "4096")]
         assert cells[7] == f"{model['needles']['4096']['reads_per_token']:,.0f}"
+
+
+def test_the_untrained_methods_are_measured_beside_an_equal_original() -> None:
+    text = page_text(PAGE)
+    run, other = (
+        {m["name"]: m for m in record(f"smollm2_135m{name}.json")["models"]}
+        for name in ("", "_policies")
+    )
+    own, same = run["original"], other["original"]
+    for part in ("window", "continuation"):
+        pair = [f"{m['perplexity'][part]['perplexity']:.2f}" for m in (own, same)]
+        assert pair[0] == pair[1]
+    assert all(same["needles"][key]["value"] == own["needles"][key]["value"] for key in LENGTHS[:3])
+    untrained = {n: m for n, m in other.items() if m["policy"] != "auto"}
+    nats = same["perplexity"]["window"]["nats"]
+    unchanged = {n for n, m in untrained.items() if m["perplexity"]["window"]["nats"] == nats}
+    assert set(untrained) - unchanged == {"streaming_llm_cr4", "streaming_llm_cr8"}
+    assert "only StreamingLLM changes anything inside a window" in text
+    ratios = {n: m["perplexity"]["continuation"]["cr_factor"] for n, m in untrained.items()}
+    once = {f"{ratios[f'{n}_cr{r}']:.2f}" for n in ("snapkv", "keydiff", "knorm") for r in (4, 8)}
+    assert once == {"2.00", "2.67"}
+    assert "Their ratio is therefore 2.00 and 2.67." in text
+    most = [n for n, m in untrained.items() if m["needles"]["2048"]["value"] > 0.5 and "cr4" in n]
+    assert most == ["quest_cr4"]
+    whole = {
+        (title, ratio): f"{100 * untrained[f'{name}_cr{ratio}']['needles']['8192']['value']:.0f}"
+        for title, name in UNTRAINED.items()
+        for ratio in (4, 8)
+        if "8192" in untrained[f"{name}_cr{ratio}"]["needles"]
+    }
+    assert [title for title in UNTRAINED if (title, 8) not in whole] == [
+        *("R-KV", "TOVA", "H2O", "Knorm")
+    ]
+    listed = ("StreamingLLM", "SnapKV", "H2O", "R-KV", "TriAttention", "KeyDiff")
+    shown = [f"{title} {whole[title, 4]}" for title in listed]
+    reads = untrained["quest_cr8"]["needles"]["8192"]["reads_per_token"]
+    later = ("StreamingLLM finds", "SnapKV", "TriAttention")
+    later = [f"{title} {whole[title.partition(' ')[0], 8]}" for title in later]
+    (dms,) = (m for m in record("smollm2_135m_needles.json")["models"] if m["name"] == "cr8")
+    of_dms = dms["needles"]["8192"]
+    assert untrained["quest_cr8"]["needles"]["8192"]["value"] > of_dms["value"]
+    assert reads > of_dms["reads_per_token"]
+    for sentence in (
+        f"at CR 4 Quest, which holds all tokens, finds {whole['Quest', 4]} of them, "
+        f"TOVA {whole['TOVA', 4]}, {', '.join(shown)} and Knorm none.",
+        f"At CR 8 Quest finds {whole['Quest', 8]}, with {reads:,.0f} KV reads: more than DMS, with",
+        f"There {', '.join(later)} and KeyDiff {whole['KeyDiff', 8]}.",
+        "and H2O, TOVA, R-KV and Knorm at CR 8 in 8,192 tokens.",
+    ):
+        assert sentence in text
+    assert whole["Knorm", 4] == "0"
+
+
+def test_runs_of_the_untrained_methods_differ_as_the_page_says() -> None:
+    one, other = (
+        {m["name"]: m["needles"] for m in record(f"smollm2_135m_{name}.json")["models"]}
+        for name in ("policies", "window_16")
+    )
+    change = {
+        (name, key): round(100 * (other[name][key]["value"] - one[name][key]["value"]))
+        for name in (f"{method}_cr{ratio}" for method in POLICIES.values() for ratio in (4, 8))
+        for key in LENGTHS[:3]
+    }
+    first = change.pop(("tova_prefill_dense_cr4", "2048"))
+    assert (
+        f"found {first} more needles with TOVA at CR 4 in 2,048 tokens, and up to "
+        f"{max(map(abs, change.values()))} more or fewer in all other cells."
+    ) in page_text(PAGE)
 
 
 def test_needles_in_the_whole_context_are_those_of_the_record() -> None:
@@ -149,7 +207,8 @@ def test_needles_of_runs_of_the_recipe_differ_as_the_pages_say() -> None:
     )
     science = page_text("docs/science.md")
     assert lost in science
-    assert f"and {whole[0] - whole[1]} of the original's {whole[0]} at [four times]" in science
+    assert f"and {whole[0] - whole[1]} (textbooks) and" in science
+    assert f"(code) of the original's {whole[0]} at [four times]" in science
     earlier = "CR 8 found {:.2f} in the third run, {:.2f} in the first, and {:.2f} in [a later one]"
     assert earlier.format(*(share / 100 for share in found)) in page_text(EARLIER)
     changes = page_text("CHANGELOG.md")
@@ -222,7 +281,7 @@ def test_the_readme_has_the_numbers_of_the_record() -> None:
     names = ("original", "cr4", "cr8", "streaming_llm_cr4", "snapkv_cr4", "quest_cr4")
     shown = [known[name] for name in names]
     by_title = {
-        "perplexity of": _perplexity_of_continuations,
+        "perplexity of": lambda m: f"{m['perplexity']['continuation']['perplexity']:.2f}",
         "needles found in 2,048": lambda m: f"{m['needles']['2048']['value']:.2f}",
         "needles found in 4,096": lambda m: f"{m['needles']['4096']['value']:.2f}",
         "tokens that a": lambda m: f"{m['needles']['4096']['reads_per_token']:,.0f}",
@@ -323,11 +382,6 @@ def test_the_page_has_the_speed_of_training() -> None:
     ).format(sum(parts), *parts, sum(parts) * size / speed / 60) in text
 
 
-def _perplexity_of_continuations(model: Mapping[str, Any]) -> str:
-    found = model.get("perplexity")
-    return f"{found['continuation']['perplexity']:.2f}" if found else "not measured"
-
-
 @pytest.mark.parametrize(
     ("title", "recipe", "context", "size"),  # bytes of a token: layers, KV heads, head size, bf16
     [
@@ -343,6 +397,31 @@ def test_the_page_has_the_memory_of_requests(
     held = [known[name]["needles"][str(context)]["peak_tokens"] for name in names]
     assert rows[f"{title}, most tokens held in {context:,}"] == [f"{n:,.0f}" for n in held]
     assert rows[f"{title}, MB"] == [f"{n * size / 1e6:.1f}" for n in held]
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "context"),
+    [("SmolLM2", "smollm2_135m_window_16", 4096), ("Qwen", "qwen25_coder_0_5b", 16384)],
+)
+def test_the_page_has_the_memory_of_dmc(title: str, name: str, context: int) -> None:
+    known = {m["name"]: m["needles"] for m in record(f"{name}.json")["models"]}
+    held = [known[f"dmc_cr{ratio}"][str(context)]["peak_tokens"] for ratio in (4, 8)]
+    cells = page_rows(PAGE)[f"{title}, DMC, most tokens held in {context:,}"]
+    assert cells == ["", "", "", f"{held[0]:,.0f}", "", f"{held[1]:,.0f}"]
+
+
+def test_the_page_has_the_memory_of_untrained_methods() -> None:
+    known = {
+        m["name"]: m["needles"]["4096"] for m in record("smollm2_135m_policies.json")["models"]
+    }
+    ends = []
+    for ratio in (4, 8):
+        names = [f"{name}_cr{ratio}" for name in UNTRAINED.values() if name != "quest"]
+        held = [known[name]["peak_tokens"] for name in names]
+        ends += [f"{min(held):,.0f}", f"{max(held):,.0f}"]
+        assert known[f"quest_cr{ratio}"]["peak_tokens"] >= known["original"]["peak_tokens"]
+    said = "hold {} to {} tokens at CR 4 and {} to {} at CR 8 of the 4,096".format(*ends)
+    assert said in page_text(PAGE)
 
 
 def test_every_record_of_the_recipes_has_one_page() -> None:

@@ -15,6 +15,7 @@ from tests.research.models_page import (
     LAMBADA,
     METHODS,
     POLICIES,
+    TRIATTENTION,
     difference,
     page_rows,
     page_text,
@@ -46,6 +47,28 @@ def test_the_page_has_the_differences_to_the_original(title: str, recipe: str) -
         cells += [difference(m["tasks"][key]["difference"]) for key in LAMBADA for m in pair]
         cells += [f"{model['kv']['cr_factor']:.1f}" for model in pair]
         assert rows[f"{title}, {method}"] == cells
+
+
+def test_the_page_has_the_differences_of_triattention() -> None:
+    text, cells = page_text(METHODS), page_rows(METHODS)["SmolLM2, TriAttention"]
+    known = {m["name"]: m for m in record("smollm2_135m_policies.json")["models"]}
+    pair = [known[f"{TRIATTENTION}_cr{ratio}"] for ratio in RATIOS]
+    means = [model["choices"]["difference"] for model in pair]
+    lambada = [m["tasks"][key]["difference"] for key in LAMBADA for m in pair]
+    assert cells[:6] == [difference(found) for found in (*means, *lambada)]
+    assert cells[6:] == [f"{model['kv']['cr_factor']:.1f}" for model in pair]
+    assert [found["high"] < 0 for found in (*means, *lambada)] == [False, *5 * [True]]
+    assert f"**TriAttention** loses {-100 * means[1]['value']:.1f} points of the mean at" in text
+    tasks = [(key, m["tasks"][key]["difference"]) for m in pair for key in (*CHOICES, "mmlu@5")]
+    outside = [(key, found["value"]) for key, found in tasks if found["low"] * found["high"] > 0]
+    assert [key for key, _ in outside] == [EASY, "openbookqa@5"]
+    gain, loss = (100 * value for _, value in outside)
+    said = f"ARC-Easy gains {gain:.1f} points at CR 4 and OpenBookQA loses {-loss:.1f} at CR 8"
+    assert said in text
+    mmlu = [abs(model["tasks"]["mmlu@5"]["difference"]["value"]) for model in pair]
+    assert max(mmlu) < 0.014
+    assert {m["tasks"]["piqa@20"]["documents"] for m in pair} == {1000}
+    assert "[a later run](../models.md#the-recipes-own-text) with 1,000." in text
 
 
 def test_the_sentences_of_the_page_are_those_of_the_records() -> None:
@@ -81,7 +104,7 @@ def test_the_sentences_of_the_page_are_those_of_the_records() -> None:
         for name, equal in (("StreamingLLM", True), ("StreamingLLM", False))
     )
     assert f"loses {newest[0]:.1f} to {newest[-1]:.1f} points" in text
-    assert f"other rules lose {rest[0]:.1f} to {rest[-1]:.1f} points" in text
+    assert f"other rules, with 250 documents, lose {rest[0]:.1f} to {rest[-1]:.1f} points" in text
     own = [
         known[title][f"dms_cr{ratio}"]["tasks"][LAMBADA[0]]["difference"]
         for title in RECIPES
