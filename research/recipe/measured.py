@@ -18,7 +18,12 @@ from dms_train.cli.config_source import compose
 from dms_train.evaluation.analysis.needles import NeedleCell, needle_cells
 from dms_train.evaluation.bootstrap import ratio
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.harness.comparison import compare, read_results, require_same_conditions
+from dms_train.evaluation.harness.comparison import (
+    compare,
+    published_scores,
+    read_results,
+    require_same_conditions,
+)
 from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
 from dms_train.hf.gguf_directory import describe_types, read_gguf_record
@@ -41,6 +46,7 @@ def measured(settings: Settings) -> dict[str, Any]:
         "versions": timing.versions(device),
         **origin(),
         "weights": _weights(settings.original),
+        "published": published_scores().get(settings.recipe.published or "", []),
         "trainings": {name: _training(given) for name, given in trainings(settings).items()},
         "models": [_model(settings, model, original) for model in models(settings)],
         "needles": [asdict(cell) for cell in _cells(settings)],

@@ -63,6 +63,8 @@ def report_text(numbers: Mapping[str, Any]) -> str:
         parts += [models_table(numbers), _NOTES]
         if any(model["policy"] != "auto" for model in numbers["models"]):
             parts.append(_POLICY_NOTE)
+    if numbers.get("published"):  # older records do not state them
+        parts += ["## Published scores of the original", _published(numbers["published"])]
     parts += ["## Training", _trainings(numbers["trainings"])]
     if numbers.get("chains", {}).get("points"):  # records before 2026-11-27 have none
         parts += ["## Chains of reasoning", chains_text(numbers["chains"])]
@@ -131,6 +133,11 @@ def _score(score: Mapping[str, Any] | None) -> str:
         return "-"
     width = score["half_width"]  # None of one document
     return f"{score['score']:.3f}" + ("" if width is None else f" +- {width:.3f}")
+
+
+def _published(scores: Sequence[Mapping[str, Any]]) -> str:
+    columns = ("task", "metric", "value", "settings", "source")
+    return markdown_table(columns, [[str(score[name]) for name in columns] for score in scores])
 
 
 def _trainings(trainings: Mapping[str, Mapping[str, float]]) -> str:

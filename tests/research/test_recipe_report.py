@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dms_train.evaluation.harness.comparison import published_scores
 from research.recipe.evaluations import perplexity_file, results
 from research.recipe.measured import measured
 from research.recipe.report import report_text, write_report
@@ -80,6 +81,19 @@ def test_the_report_has_the_main_metric_with_its_interval(tmp_path: Path) -> Non
     card = (exports(chosen)["cr2"] / "README.md").read_text()
     assert "0.400 +- 0.020" in card
     assert "0.125" in card
+
+
+def test_the_report_has_the_published_scores_with_their_source(tmp_path: Path) -> None:
+    published = "SmolLM2-135M-Instruct"
+    chosen = settings(tmp_path, recipe=replace(RECIPES["toy"], published=published))
+    write_metrics(tmp_path / "train")
+    shown = write_report(chosen).read_text()
+    assert "## Published scores of the original" in shown
+    for score in published_scores()[published]:
+        cells = (score[name] for name in ("task", "metric", "value", "settings", "source"))
+        assert f"| {' | '.join(map(str, cells))} |" in shown
+    without = settings(tmp_path, recipe=RECIPES["toy"])
+    assert "Published" not in write_report(without).read_text()
 
 
 def test_perplexities_are_paired_with_the_original(tmp_path: Path) -> None:
