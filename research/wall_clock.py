@@ -7,8 +7,9 @@ r"""Measure accuracy against seconds, with the same bytes of cache for every mod
 answers the same problems with every model at each budget: tokens of a chain in units of 1,024, and
 chains of a problem. Each model gets a cache of `model.cache_bytes`, in which as many chains run as
 fit, at most `model.max_num_seqs`. Nothing else should use the GPU. The median time of the
-repetitions and the accuracy over all of them are printed and written to `--output`. All other
-arguments are options of `dms-eval`, except those that this command sets.
+repetitions and the accuracy over all of them, with a 95 % interval over problems, are printed and
+written to `--output`. All other arguments are options of `dms-eval`, except those that this command
+sets.
 
     python -m research wall-clock --table wall_clock.json --figure wall_clock.svg
 
@@ -37,6 +38,7 @@ from benchmarks.timing import device_name, versions
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.analysis.charts import color
+from dms_train.evaluation.bootstrap import ratio
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.results import STOPPED
@@ -109,7 +111,10 @@ def measure(checked: CheckedRun, budgets: list[tuple[float, int]], repeats: int)
         for params in sampled(checked, budgets[0], 0)
     ]
     llm.generate(checked.prompts, warm_up)
-    return {"cr": checked.cr, "budgets": [_budget(llm, checked, b, repeats) for b in budgets]}
+    return {
+        "cr": checked.cr,
+        "budgets": [measure_budget(llm, checked, b, repeats) for b in budgets],
+    }
 
 
 def sampled(checked: CheckedRun, budget: tuple[float, int], repeat: int) -> list[SamplingParams]:
@@ -126,11 +131,19 @@ def sampled(checked: CheckedRun, budget: tuple[float, int], repeat: int) -> list
     ]
 
 
-def _budget(
+def measure_budget(
     llm: LLM, checked: CheckedRun, budget: tuple[float, int], repeats: int
 ) -> dict[str, Any]:
-    """Measure time and accuracy of the problems."""
-    seconds, scores, tokens = list[float](), list[float](), list[int]()
+    """Measure time and accuracy of the problems.
+
+    Returns:
+        The budget, its median time and the spread, tokens per second, `scores` (of each problem,
+        the mean over the repetitions), and their mean with its 95 % interval over problems.
+
+    Raises:
+        EvaluationError: A chain does not fit.
+    """
+    seconds, scores, tokens = list[float](), list[list[float]](), list[int]()
     for repeat in range(repeats):
         params = sampled(checked, budget, repeat)
         begin = time.perf_counter()
@@ -138,11 +151,16 @@ def _budget(
         seconds.append(time.perf_counter() - begin)
         _require_room(checked, outputs, length_in_tokens(budget[0]))
         tokens.append(sum(len(c.token_ids) for output in outputs for c in output.outputs))
-        scores.append(accuracy(checked, outputs))
+        scores.append(problem_scores(checked, outputs))
+    means = [statistics.mean(of_problem) for of_problem in zip(*scores, strict=True)]
+    accuracy = ratio(means, [1.0] * len(means))
     return {
         "length": budget[0],
         "width": budget[1],
-        "accuracy": statistics.mean(scores),
+        "accuracy": accuracy.value,
+        "accuracy_low": accuracy.low,
+        "accuracy_high": accuracy.high,
+        "scores": means,
         "seconds": statistics.median(seconds),
         "seconds_least": min(seconds),
         "seconds_most": max(seconds),
@@ -160,15 +178,15 @@ def _require_room(checked: CheckedRun, outputs: list[RequestOutput], most: int) 
         )
 
 
-def accuracy(checked: CheckedRun, outputs: list[RequestOutput]) -> float:
-    """Return the mean score of the problems by the rule of the task; a chain cut off is wrong."""
+def problem_scores(checked: CheckedRun, outputs: list[RequestOutput]) -> list[float]:
+    """Return the score of each problem by the rule of the task; a chain cut off is wrong."""
     run, free = checked.options.run, SimpleQueue[AnswerChecker]()
     with ExitStack() as stack:
         for _ in range(run.workers):
             free.put(stack.enter_context(AnswerChecker(allow_code=run.allow_code)))
         problems = stack.enter_context(ThreadPoolExecutor(run.workers))
         scored = partial(_score, checked.task, free)
-        return statistics.mean(problems.map(scored, checked.documents, outputs))
+        return list(problems.map(scored, checked.documents, outputs))
 
 
 def _score(
@@ -226,8 +244,16 @@ def table(models: dict[str, Any]) -> str:
             spread = f"{budget['seconds_least']:.2f} to {budget['seconds_most']:.2f}"
             cost = f"{budget['seconds']:.2f} ({spread})", f"{budget['tokens_s']:,}"
             settings = f"{budget['length']:g}-{budget['width']}"
-            rows.append([name, settings, f"{budget['accuracy']:.3f}", *cost])
+            rows.append([name, settings, _share(budget), *cost])
     return markdown_table(_TITLES, rows)
+
+
+def _share(budget: dict[str, Any]) -> str:
+    """Return an accuracy with its 95 % interval over problems, which older records lack."""
+    share = f"{budget['accuracy']:.3f}"
+    if "accuracy_low" not in budget:
+        return share
+    return f"{share} [{budget['accuracy_low']:.3f}, {budget['accuracy_high']:.3f}]"
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -70,6 +71,10 @@ def test_every_model_is_measured_at_every_budget(lab: Path, tmp_path: Path, caps
             assert 0 < found["seconds_least"] <= found["seconds"] <= found["seconds_most"]
             most = PROBLEMS * found["width"] * 1024 * found["length"]
             assert found["tokens_s"] * found["seconds_least"] <= most * 1.01
+            assert len(found["scores"]) == PROBLEMS
+            assert statistics.mean(found["scores"]) == pytest.approx(found["accuracy"])
+            ends = [found["accuracy_low"], found["accuracy"], found["accuracy_high"]]
+            assert ends == sorted(ends)
     printed = capsys.readouterr().out
     assert printed.count("| cr4 |") == len(BUDGETS)
     figure = tmp_path / "wall_clock.svg"
@@ -113,10 +118,11 @@ def answered(*chains: tuple[str, str]) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), [(Aggregate.ANY, 2 / 3), (Aggregate.VOTE, 1 / 3), (Aggregate.MEAN, 0.5)]
+    ("rule", "expected"),
+    [(Aggregate.ANY, [1, 1, 0]), (Aggregate.VOTE, [0, 1, 0]), (Aggregate.MEAN, [0.5, 1, 0])],
 )
 def test_the_rule_of_the_task_counts_and_a_chain_cut_off_is_wrong(
-    lab: Path, monkeypatch: pytest.MonkeyPatch, rule: Aggregate, expected: float
+    lab: Path, monkeypatch: pytest.MonkeyPatch, rule: Aggregate, expected: list[float]
 ) -> None:
     checked = wall_clock.checked_run(lab / "original", overrides(lab), [(1.0, 1)])
     monkeypatch.setattr(type(checked.task), "aggregate", rule)
@@ -126,7 +132,23 @@ def test_the_rule_of_the_task_counts_and_a_chain_cut_off_is_wrong(
         answered((right[1], "stop"), (right[1], "stop")),
         answered(("", "stop"), (right[2], "length")),
     ]
-    assert wall_clock.accuracy(checked, outputs) == pytest.approx(expected)
+    assert wall_clock.problem_scores(checked, outputs) == expected
+
+
+def test_the_interval_is_over_problems_and_not_over_repetitions(lab: Path) -> None:
+    """Two problems are solved in every repetition and one in none."""
+    checked = wall_clock.checked_run(lab / "original", overrides(lab), [(1.0, 1)])
+    answers = [document.gold[0] for document in checked.documents[:2]] + ["1 + 1"]
+    outputs = [answered((f"R x ANS {answer}", "stop")) for answer in answers]
+    for output in outputs:
+        output.outputs[0].token_ids = [1]
+    engine = SimpleNamespace(generate=lambda prompts, params: outputs)
+    found = wall_clock.measure_budget(engine, checked, (1.0, 1), repeats=4)
+    assert found["scores"] == [1, 1, 0]
+    assert found["accuracy"] == pytest.approx(2 / 3)
+    assert (found["accuracy_low"], found["accuracy_high"]) == (0, 1)
+    shown = wall_clock.table({"model": {"budgets": [found]}})
+    assert "| 0.667 [0.000, 1.000] |" in shown
 
 
 def test_programs_of_several_problems_run_at_the_same_time(lab: Path, tmp_path: Path) -> None:
@@ -153,7 +175,7 @@ def test_programs_of_several_problems_run_at_the_same_time(lab: Path, tmp_path: 
         answered((waits.replace("OWN", a).replace("OTHER", b).replace("RESULT", result), "stop"))
         for a, b, result in (("a", "b", "0"), ("b", "a", "2"))
     ]
-    assert wall_clock.accuracy(checked, outputs) == 0.5
+    assert wall_clock.problem_scores(checked, outputs) == [1, 0]
 
 
 def test_cut_answers_count_where_the_task_scores_them(
@@ -162,7 +184,7 @@ def test_cut_answers_count_where_the_task_scores_them(
     checked = wall_clock.checked_run(lab / "original", overrides(lab), [(1.0, 1)])
     monkeypatch.setattr(type(checked.task), "scores_truncated", True)
     outputs = [answered((f"ANS {each.gold[0]}", "length")) for each in checked.documents]
-    assert wall_clock.accuracy(checked, outputs) == 1
+    assert wall_clock.problem_scores(checked, outputs) == [1] * len(outputs)
 
 
 def test_options_reach_the_chains(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
