@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import policies_prefill
 from benchmarks.__main__ import main
+from benchmarks.records import RESULTS, ROOT
 
 BUDGET, CONTEXT = 16, 64
 
@@ -59,3 +60,27 @@ def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture
         main(["policies_prefill", *words])
     assert ended.value.code == 2
     assert words[-1] in capsys.readouterr().err
+
+
+def test_the_page_says_how_fast_methods_read_prompts() -> None:
+    text = " ".join((ROOT / "docs/performance/serving.md").read_text("utf-8").split())
+    small, large = (
+        {case["policy"]: case["prefill_tok_s"] for case in record["cases"]}
+        for record in (
+            json.loads((RESULTS / "nvidia_h200" / f"policies_prefill{name}.json").read_text())
+            for name in ("", "_llama_3_1_8b")
+        )
+    )
+    evicting = [name for name in small if name not in ("dms", "keep_all", "quest")]
+    slow = [small[name] / small["dms"] for name in evicting]
+    fast = {name: large[name] / large["dms"] for name in evicting}
+    named = [f"{fast.pop(name):.2f}" for name in ("snapkv", "keydiff", "knorm")]
+    for sentence in (
+        f"without eviction is {100 * (small['keep_all'] / small['dms'] - 1):.0f} % faster than DMS",
+        f"reach {min(slow):.2f} to {max(slow):.2f} of the speed of DMS, SnapKV "
+        f"{small['snapkv'] / small['dms']:.2f}.",
+        f"SnapKV reaches {named[0]}, KeyDiff and Knorm {named[1]} and {named[2]}, and the other "
+        f"four {min(fast.values()):.2f} to {max(fast.values()):.2f}.",
+    ):
+        assert sentence in text
+    assert len(fast) == 4
