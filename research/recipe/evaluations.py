@@ -80,7 +80,7 @@ def _tasks(settings: Settings, model: Model) -> Step:
     """Return the step that evaluates a model on all tasks."""
     words = [
         *(*EVALUATE, "harness", str(model.path)),
-        *("--tasks", ",".join(_limited(settings, task) for task in settings.recipe.tasks)),
+        *("--tasks", ",".join(limited(task, settings.limit) for task in settings.recipe.tasks)),
         *("--data", str(documents(settings)), "--limit", str(settings.limit)),
         *(*_engine(settings, model), "--max-num-seqs", str(settings.rows)),
         *("--output", str(results(settings, model.name))),
@@ -91,8 +91,9 @@ def _tasks(settings: Settings, model: Model) -> Step:
     return Step(name=f"evaluate_{model.name}", words=lambda: words, needs=_trained(settings))
 
 
-def _limited(settings: Settings, task: Task) -> str:
-    return task.key if task.limit is None else f"{task.key}:{min(task.limit, settings.limit)}"
+def limited(task: Task, most: int) -> str:
+    """Return a task for `dms-eval harness`, with its own limit if it has one below `most`."""
+    return task.key if task.limit is None else f"{task.key}:{min(task.limit, most)}"
 
 
 def perplexity_file(settings: Settings, name: str) -> Path:

@@ -109,10 +109,10 @@ def _model(settings: Settings, model: Model, original: Mapping[str, Any] | None)
         if _is_finished(folder := needles_folder(settings, model.name, context))
     }
     if model.name == ORIGINAL and original is not None:
-        found |= _scores(original, None, settings.recipe.tasks)
+        found |= scores(original, None, settings.recipe.tasks)
     elif (own := _results(settings, model.name)) is not None:
         comparable = _comparable(model.name, own, original)
-        found |= _scores(own, comparable, settings.recipe.tasks)
+        found |= scores(own, comparable, settings.recipe.tasks)
     return found
 
 
@@ -164,22 +164,26 @@ def _needles(folder: Path) -> dict[str, float]:
     return asdict(point.accuracy) | costs | {"peak_tokens": point.peak_tokens}
 
 
-def _scores(
+def scores(
     found: Mapping[str, Any], original: Mapping[str, Any] | None, tasks: Sequence[Task]
 ) -> dict[str, Any]:
     """Return the scores of finished tasks, the mean of multiple choice, and the cost of the cache.
 
-    A task that the original has not finished has no difference.
+    Args:
+        found: What `dms-eval harness` wrote of a model.
+        original: The same of its original, for differences; None without. A task that it lacks
+            has no difference.
+        tasks: The tasks; without one of them there is no mean.
     """
     compared = map(asdict, compare(found, original, None, [task.key for task in tasks]))
     rows = {(row["task"], row["metric"]): row for row in compared}
-    scores = {task.key: _score(found, rows, task.key) for task in tasks}
-    measured = {key: score for key, score in scores.items() if score}
+    scored = {task.key: _score(found, rows, task.key) for task in tasks}
+    measured = {key: score for key, score in scored.items() if score}
     choices = [score for key, score in measured.items() if _is_choice(found, key)]
     if len(measured) < len(tasks):  # means over other tasks would not compare
-        return {"tasks": scores, "choices": None}
+        return {"tasks": scored, "choices": None}
     kv = {name: value for name, value in found["dms"]["kv"].items() if name != "cr_factors"}
-    return {"tasks": scores, "choices": _mean(choices), "kv": kv}
+    return {"tasks": scored, "choices": _mean(choices), "kv": kv}
 
 
 def _comparable(

@@ -62,6 +62,8 @@ _TASKS = (
     Task(name="lambada_openai", shots=0),
     Task(name="lambada_openai", shots=10),
     Task(name="mmlu", shots=5, limit=20),  # of each of 57 parts
+    Task(name="gsm8k", shots=5),
+    Task(name="gsm8k_cot"),
 )
 
 
@@ -117,7 +119,6 @@ RECIPES = {
         source="qwen25-coder-0.5b-instruct",
         prompts=10_000,
         sampled=0.75,
-        tasks=(*_TASKS, Task(name="gsm8k", shots=5), Task(name="gsm8k_cot")),
         chains=True,
         timed=("gsm8k", "math500", "humaneval"),
         contexts=(1024, 4096, 8192, 16384),

@@ -1,20 +1,21 @@
 """Compare settings of the retrofit of a small model, one short run to CR 4 for each.
 
     python -m research recipe-sweep smollm2_135m --model DIR --plain PREFIX [--sampled PREFIX]
-        --held-out wikitext2_test.txt --haystack essays.txt [--jobs 2] [--minutes 9]
+        --held-out wikitext2_test.txt --haystack essays.txt [--benchmarks DIR] [--minutes 9]
     python -m research recipe-sweep --table FOLDER/sweep.json
 
 Each variant changes the named settings of the base: the experiment to CR 4 with 50 steps per unit
 of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` train gates on the
-frozen model for as many steps; `trim-kv` then has a budget at CR 4, and `kvzap` also exports with
-other thresholds, of which each reaches a ratio of its own. `sinks` is the base, but its first four
-tokens stay. `fp8` and `bf16-layers` need Transformer Engine and differ in FP8 products alone.
-`stored-teacher` first stores the 64 most probable tokens of the original, in seven gigabytes, and
-trains on them.
+frozen model for as many steps; `trim-kv` then has a budget at CR 4, `trim-kv-cr-8` the same gates
+at CR 8, and `kvzap` also exports with other thresholds, of which each reaches a ratio of its own.
+`last-channel` has the eviction channel that third parties' formats read, and `fastdms` all that the
+engine of FastDMS reads but its window. `sinks` is the base, but its first four tokens stay. `fp8`
+and `bf16-layers` need Transformer Engine and differ in FP8 products alone. `stored-teacher` first
+stores the 64 most probable tokens of the original, in seven gigabytes, and trains on them.
 
 `FOLDER/sweep.json` has a row for each measured variant: KL to the original on held-out text with
-hard evictions, perplexity of the text of `--held-out`, and the share of needles that are found. The
-same command continues.
+hard evictions, perplexity of the text of `--held-out`, and the share of needles that are found.
+With `--benchmarks` it has the scores of the recipe's tasks too. The same command continues.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.harness.comparison import read_results
 from dms_train.evaluation.plots import read_rows
 from dms_train.evaluation.scaling.results import load
 from dms_train.tables import markdown_table
 from research.lab.arguments import count, duration, list_of
 from research.lab.run import UNFINISHED, run_steps
 from research.lab.steps import Step
+from research.recipe.evaluations import limited
+from research.recipe.measured import scores
 from research.recipe.steps import EVALUATE, NEEDLES, ORIGINAL, RECIPES, TRAIN
 
 _BASE = (
@@ -58,12 +62,14 @@ _FROZEN = (  # gates alone, for as many steps
     *("stage.zero_neuron.steps=1", "stage.hold.steps=119"),
 )
 _TRIM_KV = ("method=trim_kv", "method.window=0", "stage.export.format=trim_kv", *_FROZEN)
-_OFFSETS = (3.5, 4, 4.5)  # thresholds of kvzap, whose own is 5
+_OFFSETS = (3, 3.5, 4, 4.5)  # thresholds of kvzap, whose own is 5
 _KVZAP = ("method=kvzap", "method.window=128", "stage.export.format=kvzap", *_FROZEN)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
     "no-eviction": _NO_EVICTION,
     "channel-0": ("method.channel=0",),
+    "last-channel": ("method.channel=-1",),
+    "fastdms": ("method=dms_fastdms", "method.window=64", "stage.export.format=fastdms"),
     "lr-1e-4": ("optim.lr=1e-4",),
     "lr-5e-5": ("optim.lr=5e-5",),
     "lr-1e-5": ("optim.lr=1e-5",),
@@ -89,22 +95,19 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "sinks": ("stage.run=[export]",),
     "stored-teacher": (),
     "trim-kv": _TRIM_KV,
+    "trim-kv-cr-8": (*_TRIM_KV, "stage.run=[export]"),
     "kvzap": _KVZAP,
     **{
         f"kvzap-offset-{offset}": (*_KVZAP, f"method.alpha_offset={offset}", "stage.run=[export]")
         for offset in _OFFSETS
     },
 }
-_EXPORTED = {"sinks": "base"} | {f"kvzap-offset-{offset}": "kvzap" for offset in _OFFSETS}
-_POLICIES = {  # by variant: options of the measurement of perplexity, and of the needles
-    "trim-kv": (
-        ("--policy", "trim_kv", "--policy-option", "cr=4"),
-        ("policy=trim_kv", "policy.cr=4"),
-    ),
-    "sinks": (
-        ("--policy", "dms", "--policy-option", "sinks=4"),
-        ("policy=dms", "policy.sinks=4"),
-    ),
+_EXPORTED = {"sinks": "base", "trim-kv-cr-8": "trim-kv"}
+_EXPORTED |= {f"kvzap-offset-{offset}": "kvzap" for offset in _OFFSETS}
+_POLICIES = {  # policy and its option, by variant
+    "trim-kv": ("trim_kv", "cr=4"),
+    "trim-kv-cr-8": ("trim_kv", "cr=8"),
+    "sinks": ("dms", "sinks=4"),
 }
 _STORED = ("stored-teacher",)
 _SAMPLED = {"text-of-the-model": (0.0, 1.0), "both-texts": (0.5, 0.5)}  # shares: plain, sampled
@@ -123,6 +126,8 @@ class Sweep:
         sampled: Token file of text that the model wrote; None leaves its variants out.
         held_out: Text for the perplexity.
         haystack: Text that hides needles.
+        benchmarks: Folder of `dms-eval data`; None leaves the tasks out.
+        limit: Documents of each task.
         contexts: Tokens of prompts with needles.
         variants: Names of variants.
         device: Device of the commands.
@@ -135,6 +140,8 @@ class Sweep:
     sampled: Path | None
     held_out: Path
     haystack: Path
+    benchmarks: Path | None
+    limit: int
     contexts: tuple[int, ...]
     variants: tuple[str, ...]
     device: str
@@ -216,12 +223,12 @@ def _step(kind: str, name: str) -> str:
 def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
     """Return the command of each measurement of a model."""
     folder, model = sweep.folder(name), sweep.export(name)
-    of_perplexity, of_needles = _POLICIES.get(name, ((), ()))
-    return {
+    policy = _POLICIES.get(name)
+    words = [] if policy is None else ["--policy", policy[0], "--policy-option", policy[1]]
+    engine = ["--device", sweep.device, "--cache-bytes", _CACHE, *words]
+    made = {
         "perplexity": [
-            *(*EVALUATE, "perplexity", str(model), "--text", str(sweep.held_out)),
-            *("--device", sweep.device, "--cache-bytes", _CACHE),
-            *of_perplexity,
+            *(*EVALUATE, "perplexity", str(model), "--text", str(sweep.held_out), *engine),
             *("--output", str(folder / "perplexity.json")),
         ],
         "needles": [
@@ -229,9 +236,17 @@ def _measurements(sweep: Sweep, name: str) -> dict[str, list[str]]:
             *("--contexts", ",".join(map(str, sweep.contexts))),
             *(f"model.path={model}", f"model.device={sweep.device}"),
             *(f"task.haystack={sweep.haystack}", "task.count=100", f"model.cache_bytes={_CACHE}"),
-            *of_needles,
+            *(() if policy is None else (f"policy={policy[0]}", f"policy.{policy[1]}")),
         ],
     }
+    if sweep.benchmarks is not None:
+        tasks = ",".join(limited(task, sweep.limit) for task in RECIPES[sweep.name].tasks)
+        made["tasks"] = [
+            *(*EVALUATE, "harness", str(model), "--tasks", tasks),
+            *("--data", str(sweep.benchmarks), "--limit", str(sweep.limit), *engine),
+            *("--output", str(folder / "tasks"), "--log-samples"),
+        ]
+    return made
 
 
 def rows(sweep: Sweep) -> list[dict[str, Any]]:
@@ -260,7 +275,18 @@ def _row(sweep: Sweep, name: str, kinds: list[str]) -> dict[str, Any]:
         row |= _perplexity(sweep.folder(name) / "perplexity.json")
     if "needles" in kinds:
         row |= _needles(sweep, sweep.folder(name) / "needles")
+    if "tasks" in kinds:
+        row |= _scores(sweep, name)
     return row
+
+
+def _scores(sweep: Sweep, name: str) -> dict[str, Any]:
+    """Return the scores of all tasks, with differences to an original that has finished."""
+    done = "tasks" in _measured(sweep, ORIGINAL)
+    of_original = read_results(sweep.folder(ORIGINAL) / "tasks") if done else None
+    found = read_results(sweep.folder(name) / "tasks")
+    original = None if name == ORIGINAL else of_original
+    return scores(found, original, RECIPES[sweep.name].tasks)
 
 
 def _perplexity(path: Path) -> dict[str, Any]:
@@ -292,7 +318,20 @@ def table(record: dict[str, Any]) -> str:
     contexts = [key for key in keys if key.startswith("needles_")]
     header = ["variant", "tokens, M", "KL", "CR", "perplexity", "of continuations"]
     header += [f"needles {int(key.removeprefix('needles_')):,}" for key in contexts]
-    return markdown_table(header, [_cells(row, contexts) for row in record["rows"]])
+    cells = [_cells(row, contexts) for row in record["rows"]]
+    if "choices" in keys:
+        header += ["multiple choice, %", "difference, points"]
+        cells = [row + _choices(each) for row, each in zip(cells, record["rows"], strict=True)]
+    return markdown_table(header, cells)
+
+
+def _choices(row: dict[str, Any]) -> list[str]:
+    """Return the mean score of multiple choice, and its difference to the original."""
+    choices = row.get("choices") or {}
+    mean = f"{100 * choices['score']:.2f}" if choices else ""
+    lost = choices.get("difference")
+    points = [100 * lost[end] for end in ("value", "low", "high")] if lost else []
+    return [mean, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*points) if points else ""]
 
 
 def _cells(row: dict[str, Any], contexts: list[str]) -> list[str]:
@@ -330,6 +369,8 @@ def _write(sweep: Sweep) -> None:
 
 def _sweep(args: argparse.Namespace) -> Sweep:
     paths = {"--model": args.model, "--held-out": args.held_out, "--haystack": args.haystack}
+    if args.benchmarks is not None:
+        paths["--benchmarks"] = args.benchmarks
     for option, path in paths.items():
         if path is None or not path.exists():
             raise EvaluationError(f"{option} {path}: name an existing file or folder")
@@ -343,6 +384,8 @@ def _sweep(args: argparse.Namespace) -> Sweep:
             raise EvaluationError(f"--variants {name}: needs --sampled")
         if name in _EXPORTED and _EXPORTED[name] not in chosen:
             raise EvaluationError(f"--variants {name}: needs {_EXPORTED[name]} too")
+    if args.benchmarks is not None and not RECIPES[args.name].tasks:
+        raise EvaluationError(f"--benchmarks: {args.name} has no tasks; leave it out")
     return Sweep(
         name=args.name,
         root=args.folder or Path("outputs") / f"sweep_{args.name}",
@@ -351,6 +394,8 @@ def _sweep(args: argparse.Namespace) -> Sweep:
         sampled=args.sampled,
         held_out=args.held_out,
         haystack=args.haystack,
+        benchmarks=args.benchmarks,
+        limit=args.limit,
         contexts=tuple(args.contexts),
         variants=tuple(chosen),
         device=resolve_device(args.device),
@@ -383,6 +428,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sampled", type=Path, metavar="PREFIX", help="token file of text that the model wrote")
     add("--held-out", type=Path, help="text for the perplexity, such as WikiText-2's test set")
     add("--haystack", type=Path, help="text that hides needles, such as essays")
+    add("--benchmarks", type=Path, help="folder of `dms-eval data`, for the tasks of the recipe")
+    add("--limit", type=count, default=1000, help="documents of each task (%(default)s)")
     add("--contexts", type=list_of(count), default=[4096], help="prompt tokens (%(default)s)")
     add("--variants", type=list_of(str), metavar="A,B", help=f"of: {', '.join(VARIANTS)} (all)")
     add("--jobs", type=count, default=1, help="commands at a time (%(default)s)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ def sweep(root: Path, **changes: object) -> Sweep:
         sampled=Path("answers"),
         held_out=Path("wikitext.txt"),
         haystack=Path("essays.txt"),
+        benchmarks=Path("benchmarks"),
+        limit=10,
         contexts=(1024, 4096),
         variants=tuple(VARIANTS),
         device="cpu",
@@ -50,10 +53,10 @@ def test_every_variant_differs_from_the_base_in_its_settings_only(tmp_path: Path
         differing = {key for key in given if given[key] != base.get(key)} - {"run.dir"}
         differing -= {key for key in differing if key.endswith(".lr") and key != "optim.lr"}
         named = {change.partition("=")[0] for change in changes}
-        if "kvzap" in name or name == "trim-kv":  # another method has other constants
+        if name.startswith(("kvzap", "trim-kv", "fastdms")):  # another method has other constants
             differing = {"method" if key.startswith("method.") else key for key in differing}
             named = {"method" if key.startswith("method.") else key for key in named}
-        if "offset" in name or name == "sinks":
+        if "offset" in name or name in ("sinks", "trim-kv-cr-8"):
             named.add("run.load")
         if name == "stored-teacher":
             named.add("teacher.logits")
@@ -93,6 +96,19 @@ def test_every_variant_and_the_original_are_measured(tmp_path: Path) -> None:
         assert "wikitext.txt" in made[f"perplexity_{name}"].words()
 
 
+def test_tasks_are_those_of_the_recipe(tmp_path: Path) -> None:
+    made = {step.name: step for step in steps(sweep(tmp_path))}
+    words = made["tasks_trim-kv-cr-8"].words()
+    given = dict(pairwise(words))
+    assert given["--tasks"].split(",")[:2] == ["hellaswag@10", "arc_easy@25"]
+    assert "mmlu@5:10" in given["--tasks"].split(",")  # the limit is below its own
+    assert (given["--data"], given["--limit"]) == ("benchmarks", "10")
+    assert made["tasks_trim-kv-cr-8"].needs == ("train_trim-kv-cr-8",)
+    assert made["train_trim-kv-cr-8"].needs == ("train_trim-kv",)
+    without = steps(sweep(tmp_path, benchmarks=None))
+    assert not [step for step in without if step.name.startswith("tasks_")]
+
+
 def test_gates_train_as_long_as_the_base(tmp_path: Path) -> None:
     def steps_of(name: str) -> float:
         stage = compose(overrides(sweep(tmp_path), name)).stage
@@ -127,8 +143,13 @@ def test_only_some_variants_have_options_of_a_policy(tmp_path: Path) -> None:
         policy = compose_evaluation(made[f"needles_{name}"].words()[6:]).policy
         words = made[f"perplexity_{name}"].words()
         options = [words[at + 1] for at, word in enumerate(words) if word.startswith("--policy")]
-        if name == "trim-kv":
-            assert (policy.name, policy.cr, options) == ("trim_kv", 4, ["trim_kv", "cr=4"])
+        tasks = made[f"tasks_{name}"].words()
+        at = tasks.index("--policy") if "--policy" in tasks else len(tasks)
+        assert tasks[at : at + 4][1::2] == options
+        if name.startswith("trim-kv"):
+            ratio = {"trim-kv": 4, "trim-kv-cr-8": 8}[name]
+            assert (policy.name, policy.cr) == ("trim_kv", ratio)
+            assert options == ["trim_kv", f"cr={ratio}"]
         elif name == "sinks":
             assert (policy.name, policy.options) == ("dms", ("sinks=4",))
             assert options == ["dms", "sinks=4"]
@@ -187,8 +208,17 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
             "toy --model . --held-out . --haystack . --plain x --variants kvzap-offset-4",
             "needs kvzap",
         ),
+        ("toy --model . --held-out . --haystack . --plain x --benchmarks .", "toy has no tasks"),
     ],
-    ids=["no name", "no model", "no text", "no variant", "no sampled text", "no scorer"],
+    ids=[
+        "no name",
+        "no model",
+        "no text",
+        "no variant",
+        "no sampled text",
+        "no scorer",
+        "no tasks",
+    ],
 )
 def test_a_missing_choice_is_named(words: str, told: str, capsys) -> None:
     assert module.main(words.split()) == 2
