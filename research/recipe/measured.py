@@ -111,8 +111,8 @@ def _model(settings: Settings, model: Model, original: Mapping[str, Any] | None)
     if model.name == ORIGINAL and original is not None:
         found |= scores(original, None, settings.recipe.tasks)
     elif (own := _results(settings, model.name)) is not None:
-        comparable = _comparable(model.name, own, original)
-        found |= scores(own, comparable, settings.recipe.tasks)
+        reference = comparable(model.name, own, original)
+        found |= scores(own, reference, settings.recipe.tasks)
     return found
 
 
@@ -186,10 +186,16 @@ def scores(
     return {"tasks": scored, "choices": _mean(choices), "kv": kv}
 
 
-def _comparable(
+def comparable(
     name: str, own: Mapping[str, Any], original: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the results of the original; None with a warning if they have other conditions."""
+    """Return the results of the original; None with a warning if they have other conditions.
+
+    Args:
+        name: Name of the model, for the warning.
+        own: What `dms-eval harness` wrote of it.
+        original: The same of its original; None without.
+    """
     if original is None:
         return None
     conditions = {block: own["dms"][block] for block in ("settings", "versions")}

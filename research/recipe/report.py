@@ -107,13 +107,13 @@ def _row(model: Mapping[str, Any], tasks: Sequence[str], contexts: Sequence[str]
         "peak tokens": _number(kv.get("peak_tokens"), ",.0f"),
         "perplexity": _number(perplexity.get("window", {}).get("perplexity"), ".2f"),
         "of continuations": _number(continuation.get("perplexity"), ".2f"),
-        "nats more": _interval(continuation.get("difference"), "+.4f"),
+        "nats more": interval(continuation.get("difference"), "+.4f"),
         "cr_factor, continuations": _number(continuation.get("cr_factor"), ".2f"),
-        **{f"needles {int(key):,}": _interval(needles.get(key)) for key in contexts},
+        **{f"needles {int(key):,}": interval(needles.get(key)) for key in contexts},
         "KV reads of a token, longest needles": _number(longest.get("reads_per_token"), ",.0f"),
         **{key: _score(model.get("tasks", {}).get(key)) for key in tasks},
         "choices": _number(choices.get("score"), ".3f"),
-        "difference": _interval(choices.get("difference"), "+.3f"),
+        "difference": interval(choices.get("difference"), "+.3f"),
     }
 
 
@@ -121,7 +121,8 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _interval(estimate: Mapping[str, float] | None, form: str = ".3f") -> str:
+def interval(estimate: Mapping[str, float] | None, form: str = ".3f") -> str:
+    """Show an estimate with its interval as VALUE [LOW, HIGH]; a dash if there is none."""
     if estimate is None:
         return "-"
     value, low, high = (format(estimate[name], form) for name in ("value", "low", "high"))

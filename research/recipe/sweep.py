@@ -43,7 +43,8 @@ from research.lab.arguments import count, duration, list_of
 from research.lab.run import UNFINISHED, run_steps
 from research.lab.steps import Step
 from research.recipe.evaluations import limited
-from research.recipe.measured import scores
+from research.recipe.measured import comparable, scores
+from research.recipe.report import interval
 from research.recipe.steps import EVALUATE, NEEDLES, ORIGINAL, RECIPES, TRAIN
 
 _BASE = (
@@ -282,10 +283,10 @@ def _row(sweep: Sweep, name: str, kinds: list[str]) -> dict[str, Any]:
 
 def _scores(sweep: Sweep, name: str) -> dict[str, Any]:
     """Return the scores of all tasks, with differences to an original that has finished."""
-    done = "tasks" in _measured(sweep, ORIGINAL)
-    of_original = read_results(sweep.folder(ORIGINAL) / "tasks") if done else None
     found = read_results(sweep.folder(name) / "tasks")
-    original = None if name == ORIGINAL else of_original
+    original = None
+    if name != ORIGINAL and "tasks" in _measured(sweep, ORIGINAL):
+        original = comparable(name, found, read_results(sweep.folder(ORIGINAL) / "tasks"))
     return scores(found, original, RECIPES[sweep.name].tasks)
 
 
@@ -320,18 +321,17 @@ def table(record: dict[str, Any]) -> str:
     header += [f"needles {int(key.removeprefix('needles_')):,}" for key in contexts]
     cells = [_cells(row, contexts) for row in record["rows"]]
     if "choices" in keys:
-        header += ["multiple choice, %", "difference, points"]
+        header += ["multiple choice", "difference"]
         cells = [row + _choices(each) for row, each in zip(cells, record["rows"], strict=True)]
     return markdown_table(header, cells)
 
 
 def _choices(row: dict[str, Any]) -> list[str]:
     """Return the mean score of multiple choice, and its difference to the original."""
-    choices = row.get("choices") or {}
-    mean = f"{100 * choices['score']:.2f}" if choices else ""
-    lost = choices.get("difference")
-    points = [100 * lost[end] for end in ("value", "low", "high")] if lost else []
-    return [mean, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*points) if points else ""]
+    choices = row.get("choices")
+    if not choices:
+        return ["", ""]
+    return [f"{choices['score']:.4f}", interval(choices.get("difference"), "+.3f")]
 
 
 def _cells(row: dict[str, Any], contexts: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from dms_train.cli.config_source import compose, compose_evaluation
 from research.recipe import sweep as module
 from research.recipe.steps import ORIGINAL, RECIPES
 from research.recipe.sweep import VARIANTS, Sweep, overrides, rows, steps, table
+from tests.research.stored_runs import SCORED, write_scores
 
 
 def sweep(root: Path, **changes: object) -> Sweep:
@@ -191,6 +192,30 @@ def test_rows_come_from_the_finished_runs(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "state" / "perplexity_base.done").unlink()
     (row,) = rows(chosen)
     assert table({"rows": [row]}).splitlines()[-1] == "| base | 0.0 | 0.2500 |  |  |  |"
+
+
+def test_scores_are_paired_with_the_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPES["smollm2_135m"], tasks=SCORED)
+    monkeypatch.setitem(RECIPES, "smollm2_135m", recipe)
+    chosen = sweep(tmp_path, variants=("trim-kv",), contexts=())
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "train_trim-kv.done").write_text(json.dumps(["-m", "dms_train"]))
+    (tmp_path / "trim-kv" / "train").mkdir(parents=True)
+    logged = {"tokens": 2_000_000, "eval/kl": 0.5}
+    (tmp_path / "trim-kv" / "train" / "metrics.jsonl").write_text(json.dumps(logged))
+    write_scores(tmp_path / "trim-kv" / "tasks", right=4)
+    (tmp_path / "state" / "tasks_trim-kv.done").touch()
+    assert table({"rows": rows(chosen)}).endswith(
+        "| trim-kv | 2.0 | 0.5000 |  |  |  | 0.4000 | - |"
+    )
+    write_scores(tmp_path / ORIGINAL / "tasks", right=5)
+    (tmp_path / "state" / f"tasks_{ORIGINAL}.done").touch()
+    original, found = rows(chosen)
+    assert "difference" not in original["choices"]
+    assert found["choices"]["difference"]["value"] == pytest.approx(-0.1)
+    assert "| 0.4000 | -0.100 [" in table({"rows": [original, found]}).splitlines()[-1]
 
 
 @pytest.mark.parametrize(
