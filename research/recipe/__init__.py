@@ -13,7 +13,7 @@ _PAGES = {
         "nvidia_h200/smollm2_135m.json",
         "*/smollm2_135m_defaults.json",
         "*/smollm2_135m_needles.json",
-        "*/smollm2_135m_policies.json",
+        "*/smollm2_135m_policies*.json",
         "*/qwen25_coder_0_5b.json",
         "*/qwen25_coder_0_5b_policies*.json",
         "*/qwen25_coder_0_5b_perplexity.json",

@@ -34,6 +34,15 @@ def record(name: str, device: str = H200) -> dict[str, Any]:
     return json.loads((RESULTS / device / name).read_text(encoding="utf-8"))
 
 
+def needles_of_policies() -> dict[str, dict[str, Any]]:
+    """Return the needles of SmolLM2's original with each policy; a later run has some in 8,192."""
+    first, later = (
+        {model["name"]: model["needles"] for model in record(f"smollm2_135m_{name}.json")["models"]}
+        for name in ("policies", "policies_8k")
+    )
+    return first | {name: later[name] | first[name] for name in later}
+
+
 def page_rows(page: str) -> dict[str, list[str]]:
     """Return the cells of every table row by the first cell up to a colon."""
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()

@@ -66,6 +66,14 @@ OWN_TEXT = {
     "plain text, beside the next": "base",
     "the model's own text alone": "text-of-the-model",
 }
+CHANNELS = {
+    "original of the runs on the library": "original",
+    "`method.channel=auto`, which takes channel 36": "base",
+    "the last channel": "last-channel",
+    "`method=dms_fastdms`": "fastdms",
+    "TRIM-KV on the library, a budget at CR 4": "trim-kv",
+    "TRIM-KV on the library, a budget at CR 8": "trim-kv-cr-8",
+}
 FP8 = {"all products in bf16": "bf16-layers", "MLPs and output projections in FP8": "fp8"}
 
 
@@ -192,6 +200,61 @@ def test_the_page_states_what_the_models_own_text_changes() -> None:
     assert abs(own["perplexity"] - base["perplexity"]) < 0.1  # as two equal runs differ
 
 
+def test_the_rows_of_the_last_channel_are_those_of_the_record() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_channels.json")["rows"]}
+    rows = page_rows(SETTINGS)
+    assert set(found) == set(CHANNELS.values())
+    for title, name in CHANNELS.items():
+        row = found[name]
+        known = "continuation" in row  # TRIM-KV's perplexity was not measured
+        cells = [f"{row['kl']:.4f}" if known and name != "original" else ""]
+        cells.append(_ratio(row) if known else "")
+        parts = ("window", "continuation")
+        cells += [f"{row[part]['perplexity']:.2f}" if known else "" for part in parts]
+        assert rows[title] == [*cells, *_found(row, "needles_1024", "needles_2048", "needles_4096")]
+
+
+def test_the_pages_state_what_the_last_channel_costs() -> None:
+    found = {row["variant"]: row for row in record("smollm2_sweep_channels.json")["rows"]}
+    base, last, theirs = (found[name] for name in ("base", "last-channel", "fastdms"))
+
+    def more(row: Mapping[str, Any]) -> tuple[str, str]:
+        lost = row["continuation"]["perplexity"] - base["continuation"]["perplexity"]
+        missed = 100 * (base["needles_4096"][0] - row["needles_4096"][0])
+        return f"{lost:.2f}", f"{missed:.0f}"
+
+    lost, missed = more(last)
+    text = page_text(SETTINGS)
+    for page, sentence in (
+        (
+            SETTINGS,
+            f"perplexity {lost} higher with the last one, which misses {missed} more of 100",
+        ),
+        (SETTINGS, f"costs {lost} of perplexity of continuations, and {missed} of 100 needles in"),
+        (
+            "docs/concepts/dms.md",
+            f"costs {lost} of perplexity and {missed} of 100 needles in 4,096",
+        ),
+    ):
+        assert sentence in page_text(page)
+    lost, missed = more(theirs)
+    assert f"it loses {lost} of perplexity, and {missed} needles in 4,096 tokens" in text
+    low = last["needles_4096"][0] - theirs["needles_4096"][0]
+    assert 0 < low < 1.96 * (0.83 * 0.17 / 100 + 0.78 * 0.22 / 100) ** 0.5
+    for row in (last, theirs):  # intervals apart from that of `auto`
+        assert row["needles_4096"][2] < base["needles_4096"][1]
+    assert {f"{row['cr']:.1f}" for row in (base, last, theirs)} == {"3.9", "4.0"}
+    assert "All rows of DMS reach 3.9 to 4.0 on the library" in text
+    gates = record("smollm2_sweep_gates.json")["rows"]
+    (before,) = (row["needles_2048"][0] for row in gates if row["variant"] == "trim-kv")
+    shares = (found["trim-kv"]["needles_2048"][0], before, found["trim-kv-cr-8"]["needles_2048"][0])
+    said = "finds {:.2f} of the needles in 2,048 tokens at CR 4, and [{:.2f} with gates trained on"
+    assert said.format(*shares) in text
+    assert f"At CR 8 it finds {shares[2]:.2f}." in text
+    files = record("smollm2_sweep_channels.json")
+    assert f"Measured at: {files['commit'][:7]}, {files['date']}." in text
+
+
 @pytest.mark.parametrize(
     ("name", "titles"), [("texts", TEXTS), ("fp8", FP8), ("stored_teacher", STORED)]
 )
@@ -210,7 +273,7 @@ def _ratio(row: Mapping[str, Any]) -> str:
     return f"{row['continuation']['cr_factor']:.2f}"
 
 
-def _found(row: Mapping[str, Any]) -> list[str]:
-    """Return the cells of the needles in 2,048 and 4,096 tokens."""
-    keys = ("needles_2048", "needles_4096")
+def _found(row: Mapping[str, Any], *keys: str) -> list[str]:
+    """Return the cells of needles, those in 2,048 and 4,096 tokens unless `keys` name others."""
+    keys = keys or ("needles_2048", "needles_4096")
     return ["{:.2f} [{:.2f}, {:.2f}]".format(*row[key]) if key in row else "" for key in keys]
