@@ -14,7 +14,7 @@ from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.tasks.registry import task
 from research.recipe.steps import ORIGINAL
 
-_DMS = "DMS"
+DMS = "DMS"
 CHAIN_FIGURES = {READS: "chains", PEAK: "peak"}  # beginnings of file names
 _TIME = Cost("seconds", "milliseconds", "all of them submitted together")
 _EXPORT = re.compile(r"cr(\d+(?:\.\d+)?)")  # the name of an export of DMS
@@ -34,10 +34,10 @@ def figures(numbers: Mapping[str, Any]) -> dict[str, str]:
     for cost, file in CHAIN_FIGURES.items():
         for name, marks in chain_tasks(numbers, cost).items():
             title = f"{task(name).title}: accuracy against {cost.title}"
-            drawn[f"{file}_{name}.svg"] = scaling_chart(title, marks, cost, (VANILLA, _DMS))
+            drawn[f"{file}_{name}.svg"] = scaling_chart(title, marks, cost, (VANILLA, DMS))
     for name, marks in seconds_tasks(numbers).items():
         title = f"{task(name).title}: accuracy against seconds"
-        drawn[f"seconds_{name}.svg"] = scaling_chart(title, marks, _TIME, (VANILLA, _DMS))
+        drawn[f"seconds_{name}.svg"] = scaling_chart(title, marks, _TIME, (VANILLA, DMS))
     if numbers["needles"]:
         cells = [NeedleCell(**cell) for cell in numbers["needles"]]
         drawn["needles.svg"] = needle_chart("Needles found, percent", cells)
@@ -81,10 +81,18 @@ def seconds_tasks(numbers: Mapping[str, Any]) -> dict[str, list[Mark]]:
     return grouped
 
 
+def method_of(model: str) -> tuple[str, float] | None:
+    """Return the method of a model of the report, and its ratio; None for a control or a policy."""
+    if model == ORIGINAL:
+        return VANILLA, 1.0
+    export = _EXPORT.fullmatch(model)
+    return None if export is None else (DMS, float(export[1]))
+
+
 def _mark(point: Mapping[str, Any], cost: float, accuracy: float) -> Mark | None:
     """Return the point of a figure; None for a control, and for other methods."""
-    export = _EXPORT.fullmatch(point["model"])
-    if export is None and point["model"] != ORIGINAL:
+    found = method_of(point["model"])
+    if found is None:
         return None
-    method, ratio = (_DMS, float(export[1])) if export else (VANILLA, 1.0)
+    method, ratio = found
     return Mark(method, Budget(point["length"], point["chains"], ratio), cost, accuracy, run="")

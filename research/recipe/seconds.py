@@ -8,12 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dms_train.evaluation.analysis.comparison import VANILLA, Margin, Sample, margin_of
 from research.lab.steps import Step
 from research.recipe.chains import asked, permitted
+from research.recipe.figures import DMS, method_of
 from research.recipe.steps import ORIGINAL, Settings, exports
 from research.wall_clock import table
 
-_BUDGETS = "1-1,1-4,1-16"  # tokens of a chain in units of 1,024, and chains of a problem
+_LENGTHS, _WIDTHS = (0.5, 1, 2), (1, 4, 16)  # tokens of a chain / 1,024; chains of a problem
+_BUDGETS = ",".join(f"{length}-{width}" for length in _LENGTHS for width in _WIDTHS)
 _PROBLEMS = 100
 _CACHE_BYTES = 256_000_000
 _ROWS = 512  # chains at the same time, if they fit into the cache
@@ -83,4 +88,46 @@ def seconds_text(numbers: Mapping[str, Any]) -> str:
             f"tokens, and seconds are the median of {given['repeats']} repetitions:"
         )
         parts.append(table(found["models"]))
+        if (margin := seconds_margin(found)) is not None:
+            parts.append(_margin_text(margin))
     return "\n\n".join(parts)
+
+
+def seconds_margin(found: Mapping[str, Any]) -> Margin | None:
+    """Compare the exports with the original at equal seconds; None where no times are common.
+
+    Args:
+        found: One task of `measured_seconds`. Without the scores of its problems, which older
+            records lack, the margin has no interval.
+    """
+    samples: dict[str, list[Sample]] = {VANILLA: [], DMS: []}
+    budgets = list[Mapping[str, Any]]()
+    for name, model in found["models"].items():
+        if (method := method_of(name)) is not None:
+            samples[method[0]].append(_sample(model["budgets"]))
+            budgets += model["budgets"]
+    value, interval = margin_of(samples[DMS], samples[VANILLA])
+    if value is None:
+        return None
+    known = all("scores" in budget for budget in budgets)
+    return Margin(found["settings"]["task"], DMS, VANILLA, value, interval if known else None)
+
+
+def _sample(budgets: Sequence[Mapping[str, Any]]) -> Sample:
+    """Return the points of a model; every problem has the time of all of them together."""
+    scores = torch.tensor(
+        [budget.get("scores", [budget["accuracy"]]) for budget in budgets], dtype=torch.float64
+    )
+    seconds = torch.tensor([[budget["seconds"]] for budget in budgets], dtype=torch.float64)
+    problems = tuple(map(str, range(scores.shape[1])))
+    return Sample(problems, scores, seconds.expand_as(scores))
+
+
+def _margin_text(margin: Margin) -> str:
+    points = f"{margin.value:+.1f}"
+    if margin.interval is not None:
+        points += " [{:.1f}, {:.1f}]".format(*margin.interval)
+    return (
+        "The exports minus the original at equal seconds, as the margin of Pareto frontiers over "
+        f"all lengths and chains: {points} points."
+    )

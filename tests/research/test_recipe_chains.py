@@ -14,6 +14,7 @@ from research import wall_clock
 from research.recipe.chains import chains_text, measured_chains
 from research.recipe.evaluations import steps
 from research.recipe.measured import measured
+from research.recipe.seconds import seconds_margin, seconds_text
 from research.recipe.steps import ORIGINAL
 from tests.research.recipe_settings import REAL, settings
 from tests.research.stored_runs import stored
@@ -62,7 +63,7 @@ def test_seconds_are_measured_one_at_a_time_after_all_other_steps(
     assert (options.model.device, options.model.max_num_seqs) == ("cpu", 512)
     assert (options.sampling.temperature, options.sampling.top_p) == (0.7, 0.95)
     assert options.run.workers == 8
-    assert given[given.index("--budgets") + 1] == "1-1,1-4,1-16"
+    assert given[given.index("--budgets") + 1] == ("0.5-1,0.5-4,0.5-16,1-1,1-4,1-16,2-1,2-4,2-16")
     assert wall_clock.main(given[3:]) == 2  # its parser takes the words
     assert f"{tmp_path}/train/exports/cr4/hf" in capsys.readouterr().err
 
@@ -74,6 +75,58 @@ def test_seconds_of_programs_need_permission(tmp_path: Path) -> None:
     assert "task.limit=10" in made["seconds_humaneval_cr8"]
     more = {step.name: step.words() for step in steps(replace(chosen, limit=1000))}
     assert "task.limit=100" in more["seconds_humaneval_cr8"]
+
+
+SETTINGS = {"task": "gsm8k", "problems": 4, "cache_bytes": 256_000_000, "repeats": 3}
+
+
+def timed(points: dict[float, list[float]], *, scored: bool = True) -> dict[str, list[dict]]:
+    """Budgets of a model: the scores of problems by seconds."""
+    budgets = [
+        {
+            **{"length": 1, "width": width, "accuracy": sum(scores) / len(scores)},
+            **{"seconds": seconds, "seconds_least": seconds, "seconds_most": seconds},
+            "tokens_s": 1,
+        }
+        | ({"scores": scores} if scored else {})
+        for width, (seconds, scores) in enumerate(points.items(), 1)
+    ]
+    return {"budgets": budgets}
+
+
+def test_the_margin_at_equal_seconds_is_the_area_between_the_frontiers() -> None:
+    """From 2 to 4 seconds the original rises from 0.25 to 0.75, and the export stays at 0.75."""
+    original = {1.0: [0, 0, 0, 0], 2.0: [1, 0, 0, 0], 4.0: [1, 1, 1, 0]}
+    export = {2.0: [1, 1, 1, 0], 3.0: [1, 1, 0, 0], 8.0: [1, 1, 1, 1]}
+    found = {
+        "settings": SETTINGS,
+        "models": {
+            ORIGINAL: timed(original),
+            "cr4": timed({seconds: export[seconds] for seconds in (2.0, 3.0)}),
+            "cr8": timed({8.0: export[8.0]}),
+            "dmc_cr4": timed({1.0: [1, 1, 1, 1]}),  # no export of DMS
+        },
+    }
+    margin = seconds_margin(found)
+    assert margin is not None
+    # between 2 and 8 seconds the frontier of the exports rises from 0.75 to 1
+    rise = 0.25 * 2 / 6
+    assert margin.value == pytest.approx(100 * (0.5 + rise) / 2)
+    assert margin.interval is not None
+    assert margin.interval[0] < margin.value <= margin.interval[1]
+    older = {
+        name: timed(points, scored=False)
+        for name, points in ((ORIGINAL, original), ("cr4", export))
+    }
+    older["cr4"]["budgets"] += timed({8.0: [1, 1, 1, 1]}, scored=False)["budgets"]
+    unscored = seconds_margin(found | {"models": older})
+    assert unscored is not None
+    assert (unscored.value, unscored.interval) == (margin.value, None)
+    printed = seconds_text({"gsm8k": {"settings": SETTINGS, "models": older}})
+    assert printed.endswith("frontiers over all lengths and chains: +29.2 points.")
+    alone = {"settings": SETTINGS, "models": {ORIGINAL: older[ORIGINAL]}}
+    assert seconds_margin(alone) is None
+    assert "frontiers" not in seconds_text({"gsm8k": alone})
 
 
 def test_the_record_has_the_seconds_that_are_measured(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from research.recipe.report import report_text
-from research.recipe.seconds import seconds_text
+from research.recipe.seconds import seconds_margin, seconds_text
 from tests.research.models_page import page_rows, page_text, record
 
 PAGE = "docs/models/seconds.md"
@@ -144,6 +144,22 @@ def test_the_page_compares_time_and_speed_of_the_record() -> None:
     assert not any(_overlap(gsm8k, name, 16) for name in ("cr4", "cr8"))
     assert f"CR 8 takes {_share(humaneval, 'cr8', 16)} of the original's time" in text
     assert [_overlap(humaneval, "cr8", chains) for chains in CHAINS] == [True, True, False]
+
+
+def test_the_page_has_the_margins_at_equal_seconds() -> None:
+    margins = {
+        (name, task): seconds_margin(found)
+        for name in (CASES["Qwen"], HUMANEVAL, "qwen25_coder_0_5b_ratios_seconds.json")
+        for task, found in record(name)["seconds"].items()
+    }
+    values = [f"{margin.value:+.1f}" for margin in margins.values() if margin is not None]
+    assert [task for _, task in margins] == [*TASKS.values(), "humaneval", "gsm8k"]
+    assert all(margin is not None and margin.interval is None for margin in margins.values())
+    assert (
+        "are {} points of GSM8K, {} of MATH-500 and {} of HumanEval (CR 8 alone), and {} of "
+        "HumanEval in the run of CR 4. [At every ratio](#gsm8k-at-every-ratio) the margin of GSM8K "
+        "is {}."
+    ).format(*values) in page_text(PAGE)
 
 
 def test_the_page_quotes_the_times_of_the_engine_before() -> None:

@@ -139,7 +139,7 @@ class Comparison:
 
     def margins(self, cost: Cost) -> list[Margin]:
         """Compare every method with every earlier one, on each task."""
-        samples: dict[tuple[str, str], list[_Sample]] = {}
+        samples: dict[tuple[str, str], list[Sample]] = {}
         for result in self.results:
             samples.setdefault((result.title, result.method), []).append(_sample(result, cost))
         margins = []
@@ -147,7 +147,7 @@ class Comparison:
             for first in self.methods[number + 1 :]:
                 for task in self.tasks:
                     pair = [samples.get((task, method), []) for method in (first, second)]
-                    margins.append(Margin(task, first, second, *_margin(pair)))
+                    margins.append(Margin(task, first, second, *margin_of(*pair)))
         return margins
 
 
@@ -185,18 +185,25 @@ def line(marks: Sequence[Mark], method: str) -> list[BudgetPoint]:
     return frontier(BudgetPoint(m.cost, m.accuracy) for m in marks if m.method == method)
 
 
-class _Sample(NamedTuple):
-    """Scores and costs of one run: [points, documents] each, and the documents."""
+class Sample(NamedTuple):
+    """Scores and costs of one run.
+
+    Attributes:
+        documents: Names of the documents.
+        scores: [points, documents], from 0 to 1.
+        costs: [points, documents], of which a point's cost is the mean.
+    """
 
     documents: tuple[str, ...]
     scores: Tensor
     costs: Tensor
 
 
-def _margin(
-    samples: Sequence[Sequence[_Sample]],
+def margin_of(
+    first: Sequence[Sample], second: Sequence[Sample]
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Return value and interval of a `Margin` of two methods."""
+    """Return value and interval of a `Margin` of two methods, from all runs of each."""
+    samples = (first, second)
     whole = margin(*(_means(group, lambda count: torch.arange(count)) for group in samples))
     drawn = sorted(_resampled(samples)) if whole is not None else []
     interval = None
@@ -208,7 +215,7 @@ def _margin(
     return whole, interval
 
 
-def _sample(result: RunResult, cost: Cost) -> _Sample:
+def _sample(result: RunResult, cost: Cost) -> Sample:
     sweep = result.header["config"]["sweep"]
     measures: list[list[DocumentMeasure]] = [
         result.measures(index, width)
@@ -219,10 +226,10 @@ def _sample(result: RunResult, cost: Cost) -> _Sample:
     costs = torch.tensor(
         [[getattr(m, cost.name) for m in row] for row in measures], dtype=torch.float64
     )
-    return _Sample(tuple(result.documents), scores, costs)
+    return Sample(tuple(result.documents), scores, costs)
 
 
-def _means(samples: Sequence[_Sample], draw: Callable[[int], Tensor]) -> list[BudgetPoint]:
+def _means(samples: Sequence[Sample], draw: Callable[[int], Tensor]) -> list[BudgetPoint]:
     points = []
     for sample in samples:
         chosen = draw(len(sample.documents))
@@ -235,7 +242,7 @@ def _means(samples: Sequence[_Sample], draw: Callable[[int], Tensor]) -> list[Bu
     return points
 
 
-def _resampled(samples: Sequence[Sequence[_Sample]]) -> Iterator[float]:
+def _resampled(samples: Sequence[Sequence[Sample]]) -> Iterator[float]:
     """Yield margins of resampled documents; runs on the same documents share the draw."""
     generator = torch.Generator().manual_seed(_SEED)
     same = len({sample.documents for group in samples for sample in group}) == 1
