@@ -13,6 +13,7 @@ from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.policies.kernel_rules import PageRule
+from dms_train.method.base import MethodSpec
 
 POLICIES = [
     ("streaming_llm", {"cr": 2.0, "sinks": 2}),
@@ -56,18 +57,18 @@ def paged(policy, device: torch.device, pages: int = 100, layers: int = 1) -> Pa
 
 
 class Passes:
-    """Passes over one cache.
+    """Passes over one cache, of a model with a spec if its policy needs one.
 
     Attributes:
         seen: Outputs of every pass, and by row: tokens so far, reads, live tokens and positions.
     """
 
-    def __init__(self, cache, device: torch.device) -> None:
+    def __init__(self, cache, device: torch.device, spec: MethodSpec | None = None) -> None:
         draw = torch.Generator().manual_seed(0)
         shape = (ROWS, LENGTH, HEADS, GROUP, SIZE)
         self.query = 2 * torch.randn(shape, generator=draw)
         self.key, self.value = torch.randn(2, *shape[:3], 1, SIZE, generator=draw)
-        self.cache, self.device = cache, device
+        self.cache, self.device, self.spec = cache, device, spec
         self.positions = not isinstance(
             cache.policy.kernel_rule(), PageRule
         )  # otherwise all are held
@@ -101,7 +102,7 @@ class Passes:
         cos = torch.ones(len(rows), n, 1, 1, SIZE)
         fields = (query, key, value, cos, torch.zeros_like(cos), position, rows)
         lengths = tuple(counts.values()) if min(counts.values()) < n else None
-        step = AttentionStep(*(x.to(self.device) for x in fields), lengths=lengths)
+        step = AttentionStep(*(x.to(self.device) for x in fields), spec=self.spec, lengths=lengths)
         done = self.cache.step(0, step)
         live = self.cache.live(rows.to(self.device))[0].cpu()
         for place, (row, count) in enumerate(counts.items()):
@@ -125,9 +126,9 @@ class Passes:
             self.done[row] = 0
 
 
-def scenario(cache, device: torch.device) -> Passes:
+def scenario(cache, device: torch.device, spec: MethodSpec | None = None) -> Passes:
     """Unequal requests side by side, a fork, a row that is computed again, and a second turn."""
-    passes = Passes(cache, device)
+    passes = Passes(cache, device, spec)
     for row, request in enumerate(REQUESTS):
         passes.assign(row, request)
     passes.go({0: 9, 1: 6, 2: 9})  # row 2 ends its prompt with one token
@@ -140,11 +141,11 @@ def scenario(cache, device: torch.device) -> Passes:
     return passes
 
 
-def check_scenario(policy, device: torch.device) -> None:
+def check_scenario(policy, device: torch.device, spec: MethodSpec | None = None) -> None:
     """The paged cache and the readable one agree in every pass; no page is lost."""
-    expected = scenario(readable(policy), torch.device("cpu"))
+    expected = scenario(readable(policy), torch.device("cpu"), spec)
     cache = paged(policy, device)
-    found = scenario(cache, device)
+    found = scenario(cache, device, spec)
     assert [facts for _, facts in found.seen] == [facts for _, facts in expected.seen]
     for (output, facts), (true, _) in zip(found.seen, expected.seen, strict=True):
         torch.testing.assert_close(output, true, rtol=1e-5, atol=1e-5, msg=str(facts))

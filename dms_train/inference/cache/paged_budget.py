@@ -25,12 +25,11 @@ from dms_train.inference.cache.hook_sizes import HookSizes
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
-from dms_train.inference.cache.policy_hooks import join, received
+from dms_train.inference.cache.policy_hooks import QUERIES, join, received_from
 from dms_train.inference.cache.row_requests import RowRequests
 from dms_train.inference.devices import sent
 from dms_train.inference.policies import kernel_rules as rules
 from dms_train.inference.policies.base import (
-    AttentionReceived,
     CachePolicy,
     NewTokens,
     RequestSizes,
@@ -42,6 +41,7 @@ from dms_train.kernels import dispatch
 from dms_train.kernels.decode.slots import attend_slots
 from dms_train.kernels.decode.types import (
     CHOSEN,
+    DECAYED,
     LEAST,
     MAXIMUM,
     MEAN,
@@ -58,9 +58,8 @@ from dms_train.kernels.decode.types import (
 )
 from dms_train.method.base import MethodSpec
 
+_KINDS = {rules.COLUMN_SUMS: SUMMED, rules.NEWEST_WEIGHTS: LEAST, rules.RETENTION: DECAYED}
 _REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
-_QUERIES = 512  # queries of a prompt that are scored at a time
-_SCORES = 2**26  # most scores in memory at a time
 
 
 class _Plan(NamedTuple):
@@ -93,12 +92,14 @@ class BudgetPagedCache(PagedKVCache):
         assert isinstance(rule, BudgetRule)
         self._budget_rule = rule
         self._scored = rule.score is not None  # evicts after the attention
+        self._retains = rule.score == rules.RETENTION  # and does not read it
         self.decodes_prompts, self.eviction_interval = rule.streams, rule.interval
         layers, rows, h = lists = sizes[:3]
         put: dict[str, Any] = {"device": pool.device}
         slots = self.lists.tables.shape[-1] * pool.page_slots
         self._positions = torch.zeros(*lists, slots, dtype=torch.int32, **put)
-        self._scores = torch.zeros(*lists, slots if rule.score == rules.COLUMN_SUMS else 0, **put)
+        kept = rule.score in (rules.COLUMN_SUMS, rules.RETENTION)
+        self._scores = torch.zeros(*lists, slots if kept else 0, **put)
         self._requests = RowRequests(layers, rows, pool.device)
         self._recent = policy.recent_queries
         shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
@@ -108,7 +109,7 @@ class BudgetPagedCache(PagedKVCache):
         self._plans: dict[int, _Plan] = {}  # of the current pass, by micro-batch
         self._sizes: HookSizes | None = None  # belongs to the current step; None if kernels decide
         self._logits: SlotLogits | None = None
-        if self._scored:
+        if self._scored and not self._retains:
             most = min(slots, _largest_budget(policy, layers, sizes.longest) + 1)
             queries = ((1 << (rows - 1).bit_length()) * h, sizes.group)
             self._logits = SlotLogits(
@@ -261,10 +262,22 @@ class BudgetPagedCache(PagedKVCache):
         output = kernels.attend(rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits)
         if self._choice is not None:
             scores = self._scores[layer] if self._scores.numel() else None
+            brought = self._brought(token, rule, norms) if self._retains else None
+            given = (token.rows, token.position)
             kernels.choose(
-                cache, self._choice, token.rows, token.position, logits=logits, scores=scores
+                cache, self._choice, *given, logits=logits, scores=scores, brought=brought
             )
         return output
+
+    def _brought(self, token: Step, rule: Decisions, norms: HeadNorms | None) -> Tensor:
+        """Return the numbers that the tokens of a step bring, float32 [b, h]."""
+        b, h, d = token.key.shape
+        query = token.query.view(b, h, -1, d)[:, :, 0]
+        if norms is not None:
+            wide = query.float()
+            scale = (wide.square().mean(-1, keepdim=True) + norms.epsilon).rsqrt()
+            query = (wide * scale).to(query.dtype) * norms.query
+        return self.policy.retention(query[..., rule.channel])
 
     def _choice_of(self, token: Step) -> Choice | None:
         """Return the rule that selects the evicted token after a step; None to evict none."""
@@ -275,20 +288,22 @@ class BudgetPagedCache(PagedKVCache):
         if rule.evicts == rules.OLDEST:  # decided before the next token is attended
             sequences = self._requests.sequences(token.rows, end, end + 1)
             return Choice(OLDEST, *self.policy.limits(sequences))
-        kind = SUMMED if rule.score == rules.COLUMN_SUMS else LEAST
+        assert rule.score is not None
         limits = self.policy.limits(self._requests.sequences(token.rows, end - 1, end))
-        return Choice(kind, *limits, _REDUCTIONS[rule.reduce], rule.together)
+        return Choice(_KINDS[rule.score], *limits, _REDUCTIONS[rule.reduce], rule.together)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
         """Compute tokens, then let the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
+        if self._retains:
+            arrival = arrival._replace(signal=step.decisions())
         if self._budget_rule.evicts == rules.OLDEST:
             return self._stream(layer, step.rows, query, arrival)
         self._close(layer, step.rows)
         before = self.lists.lengths[layer, step.rows]
         pages = sum(self._most_pages(step))
         attended = self._prefill(layer, Chunk(step.rows, query, arrival, pages, step.begins))
-        self._note(layer, step.rows, before, query, arrival.position)
+        self._note(layer, step.rows, before, query, arrival)
         self._evict(layer, step.rows, query, arrival.position)
         return attended
 
@@ -296,8 +311,8 @@ class BudgetPagedCache(PagedKVCache):
         """Compute tokens in blocks; each query reads the tokens left at its position."""
         assert self._sizes is not None
         held, outputs, reads = max(self._sizes.before[layer]), [], []
-        for start in range(0, query.shape[2], _QUERIES):
-            part = slice(start, start + _QUERIES)
+        for start in range(0, query.shape[2], QUERIES):
+            part = slice(start, start + QUERIES)
             attended = self._stream_block(
                 layer, rows, query[:, :, part], _part(arrival, part), held
             )
@@ -308,10 +323,11 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(torch.cat(outputs, 2), torch.stack(reads).sum(0))
 
     def _note(
-        self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
+        self, layer: int, rows: Tensor, before: Tensor, query: Tensor, arrival: NewTokens
     ) -> None:
-        """Keep the queries, and the positions of tokens stored after the first `before` [b, h]."""
+        """Keep queries, and positions and scores of tokens stored after the first `before` [b, h]."""
         assert self._sizes is not None
+        position = arrival.position
         most = max(self._sizes.after[layer])
         column = torch.arange(most, dtype=torch.int32, device=before.device)
         since, count = column - before[..., None], (position >= 0).sum(1)
@@ -321,7 +337,10 @@ class BudgetPagedCache(PagedKVCache):
         self._positions[layer, rows, :, :most] = torch.where(new, arrived, known)
         if self._scores.numel():
             known = self._scores[layer, rows, :, :most]
-            self._scores[layer, rows, :, :most] = known.masked_fill(new, 0)
+            score = torch.zeros_like(known)
+            if arrival.signal is not None:
+                score = arrival.signal.gather(2, since.clamp(0, position.shape[1] - 1)).to(known)
+            self._scores[layer, rows, :, :most] = torch.where(new, score, known)
         if m := self._recent:
             index = count[:, None] - m + torch.arange(m, device=rows.device)  # padding is last
             column, sequence = index.clamp(min=0), torch.arange(len(rows), device=rows.device)
@@ -354,8 +373,8 @@ class BudgetPagedCache(PagedKVCache):
             sequences = sequences._replace(held=[tokens * due for tokens, due in pairs])
         slots = self._contents(layer, rows, max(self._sizes.after[layer]))
         slots = slots._replace(sequences=sequences)
-        if self._scored:
-            seen = _received(slots, query, position)
+        if self._scored and not self._retains:
+            seen = received_from(slots, query, position)
             slots = slots._replace(state=self.policy.observe(slots, seen))
             if self._scores.numel():
                 self._scores[layer, rows, :, : slots.state.shape[2]] = slots.state[..., 0]
@@ -477,26 +496,3 @@ def _part(arrival: NewTokens, part: slice) -> NewTokens:
     """Return a block of prompt tokens."""
     key, value = arrival.key[:, :, part], arrival.value[:, :, part]
     return NewTokens(arrival.position[:, part], key, value, None)
-
-
-def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
-    """Compute the attention that slots receive from queries [b, h * r, n, d] at [b, n]."""
-    assert slots.key is not None
-    assert slots.value is not None
-    b, heads, n, _ = query.shape
-    h, s = slots.position.shape[1:]
-    zero = torch.zeros(b, h, heads // h, s, device=query.device)
-    attention = AttentionReceived(zero, zero, zero)
-    block = max(1, min(_QUERIES, _SCORES // (b * heads * s)))
-    for start in range(0, n, block):
-        part = slice(start, start + block)
-        position = slots.position[:, :, None]
-        mask = (position >= 0) & (position <= at[:, None, part, None])
-        weights = attend_slots(query[:, :, part], slots.key, slots.value, mask[:, :, None])[1]
-        some = received(weights, mask)
-        there = (at[:, part] >= 0).any(1)[:, None, None, None]
-        newest = torch.where(there, some.newest, attention.newest)
-        attention = AttentionReceived(
-            attention.total + some.total, newest, attention.squares + some.squares
-        )
-    return attention

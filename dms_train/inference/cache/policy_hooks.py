@@ -19,7 +19,10 @@ from dms_train.inference.policies.base import (
     Slots,
 )
 from dms_train.inference.policies.rotation import moved_by
-from dms_train.kernels.decode.slots import SecondQuery
+from dms_train.kernels.decode.slots import SecondQuery, attend_slots
+
+QUERIES = 512  # queries of a prompt that are scored at a time
+_SCORES = 2**26  # most scores in memory at a time
 
 
 def join(stored: Slots, arrival: NewTokens) -> Slots:
@@ -63,6 +66,32 @@ def received(weights: Tensor, mask: Tensor) -> AttentionReceived:
     index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
     newest = by_head.gather(3, index)[:, :, :, 0]
     return AttentionReceived(by_head.sum(3), newest, by_head.square().sum(3))
+
+
+def received_from(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
+    """Compute the attention that slots receive from queries [b, h * r, n, d] at [b, n].
+
+    A block of `QUERIES` queries is scored at a time, or fewer where memory is short.
+    """
+    assert slots.key is not None
+    assert slots.value is not None
+    b, heads, n, _ = query.shape
+    h, s = slots.position.shape[1:]
+    zero = torch.zeros(b, h, heads // h, s, device=query.device)
+    attention = AttentionReceived(zero, zero, zero)
+    block = max(1, min(QUERIES, _SCORES // (b * heads * s)))
+    for start in range(0, n, block):
+        part = slice(start, start + block)
+        position = slots.position[:, :, None]
+        mask = (position >= 0) & (position <= at[:, None, part, None])
+        weights = attend_slots(query[:, :, part], slots.key, slots.value, mask[:, :, None])[1]
+        some = received(weights, mask)
+        there = (at[:, part] >= 0).any(1)[:, None, None, None]
+        newest = torch.where(there, some.newest, attention.newest)
+        attention = AttentionReceived(
+            attention.total + some.total, newest, attention.squares + some.squares
+        )
+    return attention
 
 
 def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> Tensor:

@@ -256,6 +256,17 @@ class CachePolicy:
         """
         raise NotImplementedError
 
+    def retention(self, channel: Tensor) -> Tensor:
+        """Return the numbers that tokens bring, for a `BudgetRule` with RETENTION.
+
+        Args:
+            channel: Eviction channels of their queries before RoPE, any shape.
+
+        Returns:
+            float32, the same shape; at most 0. Captured like `limits`.
+        """
+        raise NotImplementedError
+
     def pages(self, sequences: Sequences) -> Tensor:
         """Return the number of pages that a query head reads, int64 [b], for a `PageRule`.
 

@@ -14,7 +14,8 @@ from dms_train.inference.errors import InferenceError
 
 NEVER, EVERY, MARKED = "never", "every", "marked"  # tokens that a `WindowRule` evicts
 OLDEST, LEAST = "oldest", "least"  # tokens that a `BudgetRule` evicts
-COLUMN_SUMS, NEWEST_WEIGHTS = "column sums", "newest weights"  # scores of a `BudgetRule`
+# scores of a `BudgetRule`
+COLUMN_SUMS, NEWEST_WEIGHTS, RETENTION = "column sums", "newest weights", "retention"
 
 
 class Limits(NamedTuple):
@@ -91,7 +92,8 @@ class BudgetRule:
             token with the lowest score.
         score: Score for LEAST, stored as the policy's state, one number. COLUMN_SUMS is the
             attention that a token has received so far, NEWEST_WEIGHTS the attention of the newest
-            query.
+            query. RETENTION is the age of a token times the number that the hook `retention` gave
+            it when it arrived; it reads no attention.
         reduce: How the query heads of a KV head make one score: "mean", "max" or "sum".
         together: Whether the KV heads of a layer share one score, the mean over all query heads,
             and evict the same positions.

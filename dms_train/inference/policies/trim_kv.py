@@ -13,14 +13,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from dms_train.inference.policies.base import CachePolicy, NewTokens, PolicyKind, Sequences, Slots
 from dms_train.inference.policies.dms import signals_by_slot
-from dms_train.inference.policies.kernel_rules import KernelRule
+from dms_train.inference.policies.kernel_rules import (
+    LEAST,
+    RETENTION,
+    BudgetRule,
+    KernelRule,
+    Limits,
+)
 from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below
 from dms_train.method.base import MethodSpec
+from dms_train.method.trim_kv.attention import log_retention
 from dms_train.method.trim_kv.spec import TrimKVSpec
 
 
@@ -41,9 +49,24 @@ class TrimKVPolicy(ScorePolicy):
 
     state_width = 1
 
+    def __init__(self, options: TrimKVPolicyOptions, spec: TrimKVSpec) -> None:
+        super().__init__(options)
+        self._spec = spec
+
     def kernel_rule(self) -> KernelRule | str:
-        """Return why the kernels cannot run it."""
-        return "reads a number of the model for each token, which the kernels do not pass on"
+        """Evict the token of the lowest decayed retention after every generated token."""
+        if self.options.interval != 1 or self.options.decode_only:
+            return "needs interval=1 and no decode_only for the kernels, which evict token by token"
+        return BudgetRule(evicts=LEAST, score=RETENTION)
+
+    def limits(self, sequences: Sequences) -> Limits:
+        """Return the budget; any token may leave."""
+        budget = self.options.tokens(sequences)
+        return Limits(budget, torch.zeros_like(budget))
+
+    def retention(self, channel: Tensor) -> Tensor:
+        """Return log beta."""
+        return log_retention(channel, self._spec).float()
 
     def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """Store log beta, [b, h, n], with the arriving tokens."""
@@ -59,7 +82,7 @@ def _build(options: TrimKVPolicyOptions, spec: MethodSpec) -> CachePolicy:
     assert isinstance(spec, TrimKVSpec)
     if options.budget is None and options.cr is None:
         options = replace(options, budget=spec.budget)
-    return TrimKVPolicy(options)
+    return TrimKVPolicy(options, spec)
 
 
 POLICY = PolicyKind(TrimKVPolicyOptions, _build, trained=True)

@@ -130,16 +130,21 @@ class DecodeKernels(PagedAttention, Protocol):
         *,
         logits: SlotLogits | None = None,
         scores: Tensor | None = None,
+        brought: Tensor | None = None,
     ) -> None:
-        """Mark the token of each KV list that the next step evicts; SUMMED adds to the scores.
+        """Mark the token of each KV list that the next step evicts.
+
+        SUMMED adds to the scores, and DECAYED stores the number of the newest token there.
 
         Args:
             cache: With positions, and with a ring of one entry, which is written.
             choice: Selects the token.
             rows: Integers [b]; -1 for an unused batch slot.
             time: Integers [b], position of the newest token.
-            logits: Scores of the newest token; None for OLDEST.
-            scores: float32 [r, h, p * s], attention received by the token in a slot; for SUMMED.
+            logits: Scores of the newest token, for SUMMED and LEAST.
+            scores: float32 [r, h, p * s], for SUMMED the attention received by the token in a slot,
+                for DECAYED the number that it brought.
+            brought: float32 [b, h], number of the newest token; for DECAYED.
         """
         ...
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dms_train.kernels.decode.types import (
     ALWAYS,
     CHOSEN,
+    DECAYED,
     FP8,
     LIST_FULL,
     MAXIMUM,
@@ -251,6 +252,7 @@ def choose(
     query: Tensor,
     scale: float,
     scores: Tensor,
+    brought: Tensor | None = None,
 ) -> None:
     """Mark the token that each KV list evicts after a step, if any.
 
@@ -260,7 +262,9 @@ def choose(
         step: Step whose tokens were appended last.
         query: [b, h * g, d] with RoPE.
         scale: Factor on the products of queries and keys.
-        scores: Float [r, h, s], attention received so far; updated for SUMMED.
+        scores: Float [r, h, s]: for SUMMED the attention received so far, for DECAYED the number
+            that each token brought; updated for both.
+        brought: Float [b, h], number of each new token, for DECAYED.
     """
     assert cache.positions is not None
     b, heads, d = query.shape
@@ -281,6 +285,12 @@ def choose(
                 scores[row, head, new] = 0
                 scores[row, head, : len(received)] += received
                 received = scores[row, head, : len(received)]
+            if choice.kind == DECAYED:
+                assert brought is not None
+                age = int(step.position[i]) - cache.positions[row, head, : len(received)]
+                known = scores[row, head, : len(received)]
+                known[age == 0] = brought[i, head].to(scores)
+                received = age * known
             position = cache.positions[row, head].tolist()
             slot = _chosen(choice, i, int(step.position[i]), received.tolist(), position)
             cache.ring[row, head] = 0 if slot is None else 2 * slot + 1

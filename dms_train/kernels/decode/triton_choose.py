@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dms_train.kernels.decode.types import (
+    DECAYED,
     LEAST,
     MAXIMUM,
     MEAN,
@@ -26,7 +27,7 @@ from dms_train.kernels.decode.types import (
 )
 from dms_train.kernels.launch import can_overlap
 
-_OLDEST, _SUMMED = tl.constexpr(OLDEST), tl.constexpr(SUMMED)
+_OLDEST, _SUMMED, _DECAYED = tl.constexpr(OLDEST), tl.constexpr(SUMMED), tl.constexpr(DECAYED)
 _MAXIMUM, _MEAN = tl.constexpr(MAXIMUM), tl.constexpr(MEAN)
 _SCORES = 2**13  # scores that a program holds at a time
 
@@ -50,7 +51,7 @@ def _received(
 @triton.jit
 def _choose_kernel(
     position_ptr, length_ptr, ring_ptr, score_ptr, logit_ptr, total_ptr, rows_ptr, time_ptr,
-    limit_ptr, recent_ptr, heads, slots, logit_slots,
+    limit_ptr, recent_ptr, brought_ptr, heads, slots, logit_slots,
     KIND: tl.constexpr, REDUCE: tl.constexpr, TOGETHER: tl.constexpr, H_PAD: tl.constexpr,
     R: tl.constexpr, M_PAD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +68,9 @@ def _choose_kernel(
     size = tl.load(length_ptr + kv_list)
     within, member = tl.arange(0, BLOCK), tl.arange(0, M_PAD)
     first = (batch * heads + head).to(tl.int64) * R
-    if KIND != _OLDEST:
+    if KIND == _DECAYED:
+        brought = tl.load(brought_ptr + batch * heads + head)
+    elif KIND != _OLDEST:
         total = tl.load(total_ptr + first + member, mask=member < TOGETHER * R, other=0.0)
     least = tl.full([BLOCK], float("inf"), tl.float32)
     chosen = tl.full([BLOCK], -1, tl.int32)
@@ -79,6 +82,13 @@ def _choose_kernel(
         if KIND == _OLDEST:
             score = position.to(tl.float32)
             free = inside & (position >= limit) & (position <= time + 1 - recent)
+        elif KIND == _DECAYED:
+            score_at = score_ptr + kv_list * slots + slot
+            known = tl.load(score_at, mask=inside & (position != time), other=0.0)
+            known = tl.where(position == time, brought, known)
+            tl.store(score_at, known, mask=inside & (position == time))
+            score = (time - position).to(tl.float32) * known
+            free = inside & (position <= time - recent)
         else:
             score = _received(
                 logit_ptr + first * logit_slots, logit_slots, total, slot, inside,
@@ -112,6 +122,7 @@ def choose(
     *,
     logits: SlotLogits | None = None,
     scores: Tensor | None = None,
+    brought: Tensor | None = None,
 ) -> None:
     """Mark the token that each KV list evicts; see `DecodeKernels.choose`."""
     assert cache.positions is not None
@@ -131,6 +142,7 @@ def choose(
         time,
         choice.limit,
         choice.recent,
+        brought,
         h,
         cache.positions.shape[-1],
         0 if logits is None else logits.logits.shape[-1],

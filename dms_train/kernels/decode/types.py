@@ -25,7 +25,7 @@ from torch import Tensor
 from dms_train.method.base import MethodSpec
 
 NEVER, ALWAYS, EVICTION_CHANNEL, SIGNAL, CHOSEN = range(5)  # source of the eviction decisions
-OLDEST, SUMMED, LEAST = range(3)  # which token of a KV list is evicted after a step
+OLDEST, SUMMED, LEAST, DECAYED = range(4)  # which token of a KV list is evicted after a step
 MEAN, MAXIMUM, SUM = range(3)  # how the scores of a query group are combined
 OUT_OF_PAGES, LIST_FULL = 1, 2  # bits of FreePages.fault
 FP8 = torch.float8_e4m3fn
@@ -140,7 +140,8 @@ class Choice(NamedTuple):
     Attributes:
         kind: SUMMED evicts the lowest sum of attention received, if there are more than `limit`
             tokens, but none of the newest `recent` tokens. LEAST is the same with the attention of
-            the newest query alone. OLDEST evicts the first token from position `limit` on, once
+            the newest query alone. DECAYED is the same with the age of a token times the number
+            that it brought. OLDEST evicts the first token from position `limit` on, once
             `recent` tokens follow it, the next token included.
         limit: Integers [b].
         recent: Integers [b].

@@ -8,6 +8,7 @@ import torch
 from dms_train.kernels.decode import reference
 from dms_train.kernels.decode.types import (
     CHOSEN,
+    DECAYED,
     LEAST,
     MAXIMUM,
     MEAN,
@@ -31,6 +32,7 @@ WAYS = {
     "heavy_max": (SUMMED, (7, 1, 3), (0, 1, 2), {"reduce": MAXIMUM}),
     "least": (LEAST, (6, 9, 3), (0, 1, 0), {"reduce": SUM}),
     "least_together": (LEAST, (6, 5, 3), (0, 1, 0), {"together": True}),
+    "decayed": (DECAYED, (6, 9, 3), (0, 1, 0), {}),
 }
 
 
@@ -60,24 +62,34 @@ def test_the_same_tokens_leave_as_in_loops(way, heads):
         torch.zeros(3 * heads, heads, device=DEVICE),
     )
     tuning = AttentionTuning(tile=16, per_sm=2)
+    draw = shape.draw()
     for t in range(STEPS):
         at = t - torch.tensor(START, device=DEVICE)
         step = problems.random_step(shape, at.clamp(min=-1), t)._replace(signal=None)
         rotated = triton_append.append(step, cache, rule)
         memory = triton_attention.attention_workspace(rotated, cache, tuning)
         output = triton_attention.attend(rotated, cache, step.rows, scale, memory, logits=logits)
-        triton_choose.choose(cache, choice, step.rows, step.position, logits=logits, scores=scores)
+        brought = -torch.rand(3, heads, generator=draw, device=DEVICE)
+        triton_choose.choose(
+            cache,
+            choice,
+            step.rows,
+            step.position,
+            logits=None if kind == DECAYED else logits,
+            scores=scores,
+            brought=brought,
+        )
         plain = problems.on_cpu(step)
         query = reference.append(plain, loops, rule)
         expected = reference.attend(query, loops, plain.rows, scale)
-        reference.choose(loops, choice, plain, query, scale, summed)
+        reference.choose(loops, choice, plain, query, scale, summed, brought.cpu())
         busy = (at >= 0).cpu()
         close = {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(output.cpu().double()[busy], expected[busy], **close)
         for x, y in ((cache.ring, loops.ring), (cache.lengths, loops.lengths)):
             assert torch.equal(x.cpu(), y)
         assert torch.equal(cache.positions.cpu(), loops.positions)
-        if kind == SUMMED:
+        if kind in (SUMMED, DECAYED):
             torch.testing.assert_close(scores.cpu().double(), summed, **close)
     assert int(cache.lengths[0].max()) < STEPS  # slots were used again
     assert int(cache.free.fault) == 0

@@ -49,6 +49,7 @@ OWN = {
     "r_kv": {"budget": 5, "window": 2, "kernel": 3, "interval": 3},
     "triattention": {"budget": 5, "interval": 3, "statistics": tiny_statistics()},
     "quest": {"budget": 4, "page": 4},
+    "trim_kv": {"budget": 4},
 }
 # `test_paged_policies.py` and `test_paged.py` compare these rules by default.
 ELSEWHERE = {
@@ -62,7 +63,7 @@ ELSEWHERE = {
     "keydiff",
     "r_kv",
 }
-WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco", "trim_kv"}
+WITHOUT = {"cam", "d2o", "hard_kv", "memory_pooling", "roco"}
 
 
 def empty_subclass(policy: CachePolicy) -> CachePolicy:

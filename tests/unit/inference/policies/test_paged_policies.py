@@ -7,13 +7,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.inference.policies.base import RequestSizes
+from dms_train.inference.policies.base import RequestSizes, find_kernel_rule
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import HeadNorms, Step
+from dms_train.method.spec import PRESETS
 from tests.support import policy_cases as cases
 from tests.unit.inference.conftest import random_ids, small_spec
 
@@ -30,6 +33,58 @@ def test_every_pass_equals_the_readable_cache(policy, own):
     cases.check_scenario(build_policy(policy, own, None), DEVICE)
 
 
+@pytest.mark.parametrize("own", [{"budget": 5}, {"cr": 1.6, "budget_mode": "growing"}], ids=str)
+def test_every_pass_keeps_the_tokens_of_the_highest_retention(own):
+    spec = PRESETS["trim_kv"].override(alpha_scale=1.0).spec
+    cases.check_scenario(build_policy("trim_kv", own, spec), DEVICE, spec)
+
+
+@pytest.mark.parametrize(
+    "how", [{"interval": 2}, {"interval": None}, {"decode_only": True}], ids=str
+)
+def test_retention_at_other_times_runs_in_torch_operations(how):
+    spec = PRESETS["trim_kv"].spec
+    rule = find_kernel_rule(build_policy("trim_kv", {"budget": 5} | how, spec))
+    assert rule == (
+        "TrimKVPolicy needs interval=1 and no decode_only for the kernels, which evict token by "
+        "token"
+    )
+
+
+def test_a_decode_step_reads_retention_from_normed_queries():
+    """Captured steps get queries before their norm; `step` gets them after it."""
+    spec, count = PRESETS["trim_kv"].override(alpha_scale=3.0, alpha_offset=1.0).spec, 12
+    draw = torch.Generator().manual_seed(3)
+    raw = torch.randn(1, count, cases.HEADS, cases.GROUP, cases.SIZE, generator=draw)
+    key, value = torch.randn(2, 1, count, cases.HEADS, 1, cases.SIZE, generator=draw)
+    weight, one = torch.rand(cases.SIZE, generator=draw) + 0.5, torch.ones(cases.SIZE)
+    normed = raw * (raw.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    key = key * (key.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # as its norm leaves it
+    cos, rows = torch.ones(1, count, 1, 1, cases.SIZE), torch.zeros(1, dtype=torch.int64)
+    norms = HeadNorms(weight.to(DEVICE), one.to(DEVICE), 1e-6)
+    kept = []
+    for captured in (False, True):
+        cache = cases.paged(build_policy("trim_kv", {"budget": 4}, spec), DEVICE)
+        cache.assign(0, RequestSizes(1, count, 0))
+        for t in range(count):
+            query = raw if captured and t else normed
+            fields = (query, key, value, cos, torch.zeros_like(cos))
+            here = [x[:, t : t + 1].to(DEVICE) for x in fields]
+            position = torch.full((1, 1), t, device=DEVICE)
+            if captured and t:
+                cache.prepare(1)
+                flat = (here[0].flatten(1, 3), here[1].flatten(1, 3), here[2].flatten(1, 3))
+                token = Step(
+                    *flat, here[3].flatten(1), here[4].flatten(1), position[:, 0], rows.to(DEVICE)
+                )
+                cache.decode(0, token, spec, norms)
+            else:
+                cache.step(0, AttentionStep(*here, position, rows.to(DEVICE), spec=spec))
+        kept.append([head.tolist() for head in cache.positions(0)[0]])
+    assert kept[0] == kept[1]
+    assert kept[0] != [list(range(count - 4, count))] * cases.HEADS
+
+
 @pytest.mark.parametrize(("policy", "own"), cases.SELECTING, ids=["last", "any"])
 def test_every_pass_reads_what_the_readable_cache_reads(policy, own):
     cases.check_scenario(build_policy(policy, own, None), DEVICE)
@@ -41,21 +96,27 @@ def options(policy, own, **how) -> EngineOptions:
 
 
 @pytest.mark.parametrize(
-    ("policy", "own"),
+    ("policy", "own", "family"),
     [
-        ("streaming_llm", {"cr": 2.0, "sinks": 2}),
-        ("snapkv", {"cr": 2.0, "window": 2, "kernel": 3}),
-        ("h2o", {"cr": 1.5}),
-        ("tova", {"budget": 5}),
-        pytest.param("quest", {"budget": 4, "page": 4, "dense_layers": 1}, marks=pytest.mark.slow),
+        ("streaming_llm", {"cr": 2.0, "sinks": 2}, "llama"),
+        ("snapkv", {"cr": 2.0, "window": 2, "kernel": 3}, "llama"),
+        ("h2o", {"cr": 1.5}, "llama"),
+        ("tova", {"budget": 5}, "llama"),
+        ("trim_kv", {"budget": 5}, "qwen3"),  # its heads have norms
+        pytest.param(
+            *("quest", {"budget": 4, "page": 4, "dense_layers": 1}, "llama"), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_the_engine_continues_with_the_same_tokens(folder, policy, own):
+def test_the_engine_continues_with_the_same_tokens(folder, policy, own, family):
     """More requests of unequal lengths than rows, in groups of steps; both caches agree."""
+    spec = small_spec("dms")
+    if policy == "trim_kv":
+        spec = PRESETS["trim_kv"].override(alpha_scale=1.0).spec
     found = []
     for kernels in ("triton", "reference"):
-        directory = folder("llama", small_spec("dms"))
+        directory = folder(family, spec)
         engine = InferenceEngine(directory, options(policy, own, kernels=kernels))
         ids = [engine.add_request(random_ids(n, seed=n), GREEDY, final_only=True) for n in LENGTHS]
         done, grouped = {}, 0
