@@ -92,7 +92,7 @@ def _tasks(settings: Settings, model: Model) -> Step:
 
 
 def limited(task: Task, most: int) -> str:
-    """Return a task for `dms-eval harness`, with its own limit if it has one below `most`."""
+    """Return the name of a task for `dms-eval harness`, with its own limit, at most `most`."""
     return task.key if task.limit is None else f"{task.key}:{min(task.limit, most)}"
 
 

@@ -14,7 +14,7 @@ from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.tasks.registry import task
 from research.recipe.steps import ORIGINAL
 
-DMS = "DMS"
+_DMS = "DMS"
 CHAIN_FIGURES = {READS: "chains", PEAK: "peak"}  # beginnings of file names
 _TIME = Cost("seconds", "milliseconds", "all of them submitted together")
 _EXPORT = re.compile(r"cr(\d+(?:\.\d+)?)")  # the name of an export of DMS
@@ -34,10 +34,10 @@ def figures(numbers: Mapping[str, Any]) -> dict[str, str]:
     for cost, file in CHAIN_FIGURES.items():
         for name, marks in chain_tasks(numbers, cost).items():
             title = f"{task(name).title}: accuracy against {cost.title}"
-            drawn[f"{file}_{name}.svg"] = scaling_chart(title, marks, cost, (VANILLA, DMS))
+            drawn[f"{file}_{name}.svg"] = scaling_chart(title, marks, cost, (VANILLA, _DMS))
     for name, marks in seconds_tasks(numbers).items():
         title = f"{task(name).title}: accuracy against seconds"
-        drawn[f"seconds_{name}.svg"] = scaling_chart(title, marks, _TIME, (VANILLA, DMS))
+        drawn[f"seconds_{name}.svg"] = scaling_chart(title, marks, _TIME, (VANILLA, _DMS))
     if numbers["needles"]:
         cells = [NeedleCell(**cell) for cell in numbers["needles"]]
         drawn["needles.svg"] = needle_chart("Needles found, percent", cells)
@@ -86,7 +86,7 @@ def method_of(model: str) -> tuple[str, float] | None:
     if model == ORIGINAL:
         return VANILLA, 1.0
     export = _EXPORT.fullmatch(model)
-    return None if export is None else (DMS, float(export[1]))
+    return None if export is None else (_DMS, float(export[1]))
 
 
 def _mark(point: Mapping[str, Any], cost: float, accuracy: float) -> Mark | None:

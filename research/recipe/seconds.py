@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from dms_train.evaluation.analysis.comparison import VANILLA, Margin, Sample, margin_of
+from dms_train.evaluation.analysis.comparison import Margin, Sample, margin_of
 from research.lab.steps import Step
 from research.recipe.chains import asked, permitted
-from research.recipe.figures import DMS, method_of
+from research.recipe.figures import method_of
 from research.recipe.steps import ORIGINAL, Settings, exports
 from research.wall_clock import table
 
@@ -88,29 +88,33 @@ def seconds_text(numbers: Mapping[str, Any]) -> str:
             f"tokens, and seconds are the median of {given['repeats']} repetitions:"
         )
         parts.append(table(found["models"]))
-        if (margin := seconds_margin(found)) is not None:
-            parts.append(_margin_text(margin))
+        if margins := seconds_margins(found):
+            parts.append(_margins_text(margins))
     return "\n\n".join(parts)
 
 
-def seconds_margin(found: Mapping[str, Any]) -> Margin | None:
-    """Compare the exports with the original at equal seconds; None where no times are common.
+def seconds_margins(found: Mapping[str, Any]) -> list[Margin]:
+    """Compare each export of DMS with the original at equal seconds, where both have some.
+
+    A frontier of several exports would gain from their number, since it keeps the best of
+    uncertain points.
 
     Args:
         found: One task of `measured_seconds`. Without the scores of its problems, which older
-            records lack, the margin has no interval.
+            records lack, margins have no interval.
     """
-    samples: dict[str, list[Sample]] = {VANILLA: [], DMS: []}
-    budgets = list[Mapping[str, Any]]()
+    task, budgets = found["settings"]["task"], {}
     for name, model in found["models"].items():
-        if (method := method_of(name)) is not None:
-            samples[method[0]].append(_sample(model["budgets"]))
-            budgets += model["budgets"]
-    value, interval = margin_of(samples[DMS], samples[VANILLA])
-    if value is None:
-        return None
-    known = all("scores" in budget for budget in budgets)
-    return Margin(found["settings"]["task"], DMS, VANILLA, value, interval if known else None)
+        if method_of(name) is not None:
+            budgets[name] = model["budgets"]
+    original = budgets.pop(ORIGINAL, [])
+    margins = []
+    for name, own in budgets.items():
+        value, interval = margin_of([_sample(own)], [_sample(original)] if original else [])
+        if value is not None:
+            known = all("scores" in budget for budget in (*own, *original))
+            margins.append(Margin(task, name, ORIGINAL, value, interval if known else None))
+    return margins
 
 
 def _sample(budgets: Sequence[Mapping[str, Any]]) -> Sample:
@@ -123,11 +127,16 @@ def _sample(budgets: Sequence[Mapping[str, Any]]) -> Sample:
     return Sample(problems, scores, seconds.expand_as(scores))
 
 
-def _margin_text(margin: Margin) -> str:
-    points = f"{margin.value:+.1f}"
-    if margin.interval is not None:
-        points += " [{:.1f}, {:.1f}]".format(*margin.interval)
-    return (
-        "The exports minus the original at equal seconds, as the margin of Pareto frontiers over "
-        f"all lengths and chains: {points} points."
+def _margins_text(margins: Sequence[Margin]) -> str:
+    text = (
+        "Each export minus the original at equal seconds, in accuracy points: the margin of their "
+        "Pareto frontiers, linear in seconds"
     )
+    if any(margin.interval is not None for margin in margins):
+        text += ", with 95% intervals over problems at the median times"
+    return f"{text}: {', '.join(map(_points, margins))}."
+
+
+def _points(margin: Margin) -> str:
+    ends = "" if margin.interval is None else " [{:+.1f}, {:+.1f}]".format(*margin.interval)
+    return f"{margin.first} {margin.value:+.1f}{ends}"

@@ -8,10 +8,10 @@ Each variant changes the named settings of the base: the experiment to CR 4 with
 of the ratio and 60 steps at each end, on the plain text. `trim-kv` and `kvzap` train gates on the
 frozen model for as many steps; `trim-kv` then has a budget at CR 4, `trim-kv-cr-8` the same gates
 at CR 8, and `kvzap` also exports with other thresholds, of which each reaches a ratio of its own.
-`last-channel` has the eviction channel that third parties' formats read, and `fastdms` all that the
-engine of FastDMS reads but its window. `sinks` is the base, but its first four tokens stay. `fp8`
-and `bf16-layers` need Transformer Engine and differ in FP8 products alone. `stored-teacher` first
-stores the 64 most probable tokens of the original, in seven gigabytes, and trains on them.
+`last-channel` has the eviction channel that third parties' formats read, and `fastdms` every
+constant of FastDMS' format except the window. `sinks` is the base, but its first four tokens stay.
+`fp8` and `bf16-layers` need Transformer Engine and differ in FP8 products alone. `stored-teacher`
+first stores the 64 most probable tokens of the original, in seven gigabytes, and trains on them.
 
 `FOLDER/sweep.json` has a row for each measured variant: KL to the original on held-out text with
 hard evictions, perplexity of the text of `--held-out`, and the share of needles that are found.

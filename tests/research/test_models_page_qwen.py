@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dms_train.evaluation.analysis.comparison import READS, line
-from dms_train.evaluation.analysis.pareto import margin
+from dms_train.evaluation.analysis.pareto import BudgetPoint, margin
 from research import prompt_kl
 from research.recipe.figures import chain_tasks
 from research.recipe.report import report_text
@@ -213,6 +213,33 @@ def test_the_page_has_the_control_of_qwen() -> None:
         "multiple choice it differs from the original by "
         f"{difference(control['choices']['difference'])} points."
     ) in page_text(PAGE)
+
+
+def test_the_page_has_the_margins_of_each_export_of_qwen() -> None:
+    points = _qwen("")["chains"]["points"]
+
+    def of(task: str, model: str) -> float:
+        both = (
+            [p for p in points if (p["task"], p["model"]) == (task, name)]
+            for name in (model, "original")
+        )
+        own, other = ([BudgetPoint(p["kv_reads"], p["accuracy"]["value"]) for p in x] for x in both)
+        found = margin(own, other)
+        assert found is not None
+        return found
+
+    exports = {"math500": ("cr4", "cr8"), "humaneval": RATIOS, "gsm8k": RATIOS}
+    values = {task: [of(task, name) for name in names] for task, names in exports.items()}
+    math500, humaneval, gsm8k = ([f"{x:+.1f}" for x in found] for found in values.values())
+    text = page_text(PAGE)
+    assert (
+        "has margins of {} (CR 4) and {} (CR 8) of MATH-500, {} (CR 2), {} and {} of HumanEval, "
+        "and {}, {} and {} of GSM8K."
+    ).format(*math500, *humaneval, *gsm8k) in text
+    pooled = [m for m in _qwen("")["chains"]["margins"] if m["cost"] == "KV reads"]
+    (of_gsm8k,) = (m["value"] for m in pooled if m["task"] == "GSM8K")
+    assert of_gsm8k > max(values["gsm8k"])
+    assert "That of all exports of GSM8K is above each of them" in text
 
 
 def test_the_page_has_the_margins_of_qwen_without_cr_2() -> None:

@@ -14,7 +14,7 @@ from research import wall_clock
 from research.recipe.chains import chains_text, measured_chains
 from research.recipe.evaluations import steps
 from research.recipe.measured import measured
-from research.recipe.seconds import seconds_margin, seconds_text
+from research.recipe.seconds import seconds_margins, seconds_text
 from research.recipe.steps import ORIGINAL
 from tests.research.recipe_settings import REAL, settings
 from tests.research.stored_runs import stored
@@ -94,38 +94,39 @@ def timed(points: dict[float, list[float]], *, scored: bool = True) -> dict[str,
     return {"budgets": budgets}
 
 
-def test_the_margin_at_equal_seconds_is_the_area_between_the_frontiers() -> None:
-    """From 2 to 4 seconds the original rises from 0.25 to 0.75, and the export stays at 0.75."""
+def test_margins_at_equal_seconds_are_areas_between_frontiers() -> None:
+    """From 2 to 4 seconds the original rises from 0.25 to 0.75, and `cr4` from 0.75 to 0.83."""
     original = {1.0: [0, 0, 0, 0], 2.0: [1, 0, 0, 0], 4.0: [1, 1, 1, 0]}
     export = {2.0: [1, 1, 1, 0], 3.0: [1, 1, 0, 0], 8.0: [1, 1, 1, 1]}
-    found = {
-        "settings": SETTINGS,
-        "models": {
-            ORIGINAL: timed(original),
-            "cr4": timed({seconds: export[seconds] for seconds in (2.0, 3.0)}),
-            "cr8": timed({8.0: export[8.0]}),
-            "dmc_cr4": timed({1.0: [1, 1, 1, 1]}),  # no export of DMS
-        },
+    models = {
+        ORIGINAL: timed(original),
+        "cr4": timed(export),
+        "cr8": timed({5.0: [1, 1, 1, 1], 6.0: [1, 1, 1, 1]}),  # no times of the original
+        "dmc_cr4": timed(export),  # no export of DMS
     }
-    margin = seconds_margin(found)
-    assert margin is not None
-    # between 2 and 8 seconds the frontier of the exports rises from 0.75 to 1
-    rise = 0.25 * 2 / 6
-    assert margin.value == pytest.approx(100 * (0.5 + rise) / 2)
+    (margin,) = seconds_margins({"settings": SETTINGS, "models": models})
+    assert (margin.first, margin.second) == ("cr4", ORIGINAL)
+    assert margin.value == pytest.approx(100 * (0.5 + 0.25 * 2 / 6) / 2)
     assert margin.interval is not None
     assert margin.interval[0] < margin.value <= margin.interval[1]
-    older = {
-        name: timed(points, scored=False)
-        for name, points in ((ORIGINAL, original), ("cr4", export))
-    }
-    older["cr4"]["budgets"] += timed({8.0: [1, 1, 1, 1]}, scored=False)["budgets"]
-    unscored = seconds_margin(found | {"models": older})
-    assert unscored is not None
-    assert (unscored.value, unscored.interval) == (margin.value, None)
-    printed = seconds_text({"gsm8k": {"settings": SETTINGS, "models": older}})
-    assert printed.endswith("frontiers over all lengths and chains: +29.2 points.")
-    alone = {"settings": SETTINGS, "models": {ORIGINAL: older[ORIGINAL]}}
-    assert seconds_margin(alone) is None
+    printed = seconds_text({"gsm8k": {"settings": SETTINGS, "models": models}})
+    ends = "[{:+.1f}, {:+.1f}]".format(*margin.interval)
+    assert printed.endswith(f"over problems at the median times: cr4 +29.2 {ends}.")
+
+
+def test_margins_of_older_records_have_no_intervals() -> None:
+    original, export = {1.0: [0, 0], 3.0: [1, 0]}, {1.0: [1, 0], 3.0: [1, 0], 4.0: [1, 1]}
+    for scored in ({ORIGINAL}, {"cr4"}, set()):
+        models = {
+            ORIGINAL: timed(original, scored=ORIGINAL in scored),
+            "cr4": timed(export, scored="cr4" in scored),
+        }
+        (margin,) = seconds_margins({"settings": SETTINGS, "models": models})
+        assert margin.interval is None
+        printed = seconds_text({"gsm8k": {"settings": SETTINGS, "models": models}})
+        assert printed.endswith(f"frontiers, linear in seconds: cr4 {margin.value:+.1f}.")
+    alone = {"settings": SETTINGS, "models": {"cr4": models["cr4"]}}
+    assert seconds_margins(alone) == []
     assert "frontiers" not in seconds_text({"gsm8k": alone})
 
 

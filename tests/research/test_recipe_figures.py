@@ -68,7 +68,7 @@ def test_points_of_the_original_and_of_dms_are_drawn() -> None:
 
 SECONDS = {
     "gsm8k": {
-        "settings": {"problems": 4, "cache_bytes": 256_000_000, "repeats": 3},
+        "settings": {"task": "gsm8k", "problems": 4, "cache_bytes": 256_000_000, "repeats": 3},
         "models": {
             name: {"budgets": [budget | {"width": 8, "seconds_least": 1, "seconds_most": 3}]}
             for name, budget in {

@@ -104,10 +104,23 @@ def test_tasks_are_those_of_the_recipe(tmp_path: Path) -> None:
     assert given["--tasks"].split(",")[:2] == ["hellaswag@10", "arc_easy@25"]
     assert "mmlu@5:10" in given["--tasks"].split(",")  # the limit is below its own
     assert (given["--data"], given["--limit"]) == ("benchmarks", "10")
+    assert given["--output"] == f"{tmp_path}/trim-kv-cr-8/tasks"
+    assert words[-1] == "--log-samples"  # which paired differences need
+    for name in ("tasks", "perplexity"):
+        given = dict(pairwise(made[f"{name}_base"].words()))
+        assert (given["--device"], given["--cache-bytes"]) == ("cpu", "8000000000")
     assert made["tasks_trim-kv-cr-8"].needs == ("train_trim-kv-cr-8",)
     assert made["train_trim-kv-cr-8"].needs == ("train_trim-kv",)
     without = steps(sweep(tmp_path, benchmarks=None))
     assert not [step for step in without if step.name.startswith("tasks_")]
+
+
+def test_the_command_line_reaches_the_sweep(tmp_path: Path) -> None:
+    words = "smollm2_135m --model . --held-out . --haystack . --plain x --device cpu"
+    parser = module._parser()
+    chosen = module._sweep(parser.parse_args([*words.split(), "--benchmarks", str(tmp_path)]))
+    assert (chosen.benchmarks, chosen.limit) == (tmp_path, 1000)
+    assert module._sweep(parser.parse_args([*words.split(), "--limit", "7"])).limit == 7
 
 
 def test_gates_train_as_long_as_the_base(tmp_path: Path) -> None:
@@ -117,6 +130,22 @@ def test_gates_train_as_long_as_the_base(tmp_path: Path) -> None:
         return stage.zero_neuron.steps + annealing + stage.hold.steps
 
     assert steps_of("trim-kv") == steps_of("kvzap") == steps_of("base") == 270
+
+
+def test_third_parties_constants_have_the_window_of_the_base(tmp_path: Path) -> None:
+    base, theirs, last = (
+        compose(overrides(sweep(tmp_path), name)).method
+        for name in ("base", "fastdms", "last-channel")
+    )
+    assert theirs.window == base.window == 64
+    assert (theirs.channel, theirs.decision_shift, theirs.preset) == (-1, 0, "dms_fastdms")
+    assert (last.channel, last.decision_shift, last.preset) == (-1, 1, "dms")
+
+
+def test_the_gates_at_cr_8_are_those_at_cr_4(tmp_path: Path) -> None:
+    four, eight = (set(overrides(sweep(tmp_path), name)) for name in ("trim-kv", "trim-kv-cr-8"))
+    changed = {word.partition("=")[0] for word in four ^ eight}
+    assert changed == {"run.dir", "run.load", "stage.run"}
 
 
 def test_a_threshold_exports_the_trained_scorer(tmp_path: Path) -> None:
@@ -216,6 +245,9 @@ def test_scores_are_paired_with_the_original(
     assert "difference" not in original["choices"]
     assert found["choices"]["difference"]["value"] == pytest.approx(-0.1)
     assert "| 0.4000 | -0.100 [" in table({"rows": [original, found]}).splitlines()[-1]
+    write_scores(tmp_path / "trim-kv" / "tasks", right=4, version="2")
+    original, found = rows(chosen)  # other versions do not compare
+    assert "| 0.4000 | - |" in table({"rows": [original, found]}).splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +266,7 @@ def test_scores_are_paired_with_the_original(
             "needs kvzap",
         ),
         ("toy --model . --held-out . --haystack . --plain x --benchmarks .", "toy has no tasks"),
+        ("toy --model . --held-out . --haystack . --plain x --benchmarks no", "--benchmarks no:"),
     ],
     ids=[
         "no name",
@@ -243,6 +276,7 @@ def test_scores_are_paired_with_the_original(
         "no sampled text",
         "no scorer",
         "no tasks",
+        "no benchmarks",
     ],
 )
 def test_a_missing_choice_is_named(words: str, told: str, capsys) -> None:

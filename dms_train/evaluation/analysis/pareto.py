@@ -11,7 +11,7 @@ class BudgetPoint(NamedTuple):
     """One measurement.
 
     Attributes:
-        budget: KV reads or peak tokens.
+        budget: KV reads, peak tokens or seconds.
         accuracy: From 0 to 1.
     """
 
