@@ -232,6 +232,7 @@ def test_the_pages_state_what_the_last_channel_costs() -> None:
             f"perplexity {lost} higher with the last one, which misses {missed} more of 100",
         ),
         (SETTINGS, f"costs {lost} of perplexity of continuations, and {missed} of 100 needles in"),
+        ("docs/science.md", f"the last channel misses {missed} more of 100 needles."),
         (DMS, f"loses {lost} of perplexity and {missed} of 100 needles in 4,096 tokens beside"),
     ):
         assert sentence in page_text(page)
