@@ -28,6 +28,7 @@ from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.policy_hooks import QUERIES, join, received_from
 from dms_train.inference.cache.row_requests import RowRequests
 from dms_train.inference.devices import sent
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies import kernel_rules as rules
 from dms_train.inference.policies.base import (
     CachePolicy,
@@ -121,6 +122,9 @@ class BudgetPagedCache(PagedKVCache):
         return Decisions(NEVER), 0
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
+        if spec is None and self._retains:
+            name = type(self.policy).__name__
+            raise InferenceError(f"{name}: reads eviction channels; give a retrofitted model")
         rule = super()._rule_of(spec, head_size)
         return rule if self._budget_rule.evicts == rules.NEVER else rule._replace(source=CHOSEN)
 
@@ -296,7 +300,9 @@ class BudgetPagedCache(PagedKVCache):
         """Compute tokens, then let the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
         if self._retains:
-            arrival = arrival._replace(signal=step.decisions())
+            rule = self._rule_at(layer, step.spec, step.query.shape[-1])
+            brought = self.policy.retention(step.query[:, :, :, 0, rule.channel])
+            arrival = arrival._replace(signal=brought.transpose(1, 2))
         if self._budget_rule.evicts == rules.OLDEST:
             return self._stream(layer, step.rows, query, arrival)
         self._close(layer, step.rows)
@@ -325,7 +331,7 @@ class BudgetPagedCache(PagedKVCache):
     def _note(
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, arrival: NewTokens
     ) -> None:
-        """Keep queries, and positions and scores of tokens stored after the first `before` [b, h]."""
+        """Keep queries, positions and scores of tokens stored after the first `before` [b, h]."""
         assert self._sizes is not None
         position = arrival.position
         most = max(self._sizes.after[layer])
@@ -366,7 +372,7 @@ class BudgetPagedCache(PagedKVCache):
             rows, start, end, self._recent_queries(layer, rows, end)
         )
         assert self._sizes is not None
-        if self._budget_rule.evicts == rules.NEVER:
+        if self._budget_rule.evicts == rules.NEVER or self._retains:
             if not any(self._sizes.due):
                 return
             pairs = zip(self._sizes.after[layer], self._sizes.due, strict=True)

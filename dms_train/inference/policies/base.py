@@ -259,6 +259,8 @@ class CachePolicy:
     def retention(self, channel: Tensor) -> Tensor:
         """Return the numbers that tokens bring, for a `BudgetRule` with RETENTION.
 
+        The hook `on_store` must store the same numbers.
+
         Args:
             channel: Eviction channels of their queries before RoPE, any shape.
 

@@ -114,6 +114,11 @@ class BudgetRule:
                 f"kernel rule with evicts={self.evicts!r} and score={self.score!r}: "
                 f"give a score with evicts={LEAST!r}, and only there"
             )
+        if self.score == RETENTION and (self.together or self.reduce != "mean"):
+            raise InferenceError(
+                f"kernel rule with score={RETENTION!r}: every KV head has its own number; leave "
+                "together and reduce out"
+            )
         if self.interval is not None and self.evicts != NEVER:
             raise InferenceError(
                 f"kernel rule with interval={self.interval} and evicts={self.evicts!r}: "

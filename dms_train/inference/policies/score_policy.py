@@ -56,7 +56,8 @@ class ScoreOptions(BudgetOptions):
 class ScorePolicy(CachePolicy):
     """Keep the tokens with the highest scores.
 
-    The decode kernels run every policy of this kind. Scores are torch operations.
+    The decode kernels run every policy of this kind. Scores are torch operations, unless a
+    subclass declares a rule that says otherwise.
 
     Args:
         options: The budget and the times of evictions.

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from dms_train.inference.policies.base import CachePolicy, NewTokens, PolicyKind, Sequences, Slots
@@ -44,6 +43,9 @@ class TrimKVPolicyOptions(ScoreOptions):
             yield from ScoreOptions.check(self, path)
 
 
+_SCORING = ("kept", "retention", "slot_scores")  # hooks that the kernel rule describes
+
+
 class TrimKVPolicy(ScorePolicy):
     """Keep the tokens of the highest decayed retention; a slot's state is log beta."""
 
@@ -57,12 +59,16 @@ class TrimKVPolicy(ScorePolicy):
         """Evict the token of the lowest decayed retention after every generated token."""
         if self.options.interval != 1 or self.options.decode_only:
             return "needs interval=1 and no decode_only for the kernels, which evict token by token"
+        own = type(self)
+        for name in _SCORING:
+            if getattr(own, name) is not getattr(TrimKVPolicy, name):
+                return f"overrides {name}, and the kernels score as the parent does"
         return BudgetRule(evicts=LEAST, score=RETENTION)
 
     def limits(self, sequences: Sequences) -> Limits:
-        """Return the budget; any token may leave."""
+        """Return the budget and the protected tokens."""
         budget = self.options.tokens(sequences)
-        return Limits(budget, torch.zeros_like(budget))
+        return Limits(budget, budget.clamp(max=self.protected))
 
     def retention(self, channel: Tensor) -> Tensor:
         """Return log beta."""

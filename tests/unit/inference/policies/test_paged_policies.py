@@ -13,7 +13,9 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.base import RequestSizes, find_kernel_rule
+from dms_train.inference.policies.kernel_rules import LEAST, RETENTION, BudgetRule
 from dms_train.inference.policies.registry import build_policy
+from dms_train.inference.policies.trim_kv import TrimKVPolicy, TrimKVPolicyOptions
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.method.spec import PRESETS
@@ -33,10 +35,74 @@ def test_every_pass_equals_the_readable_cache(policy, own):
     cases.check_scenario(build_policy(policy, own, None), DEVICE)
 
 
-@pytest.mark.parametrize("own", [{"budget": 5}, {"cr": 1.6, "budget_mode": "growing"}], ids=str)
-def test_every_pass_keeps_the_tokens_of_the_highest_retention(own):
-    spec = PRESETS["trim_kv"].override(alpha_scale=1.0).spec
+@pytest.mark.parametrize(
+    ("own", "offset"),
+    [
+        ({"budget": 5}, 1.0),
+        ({"cr": 1.6, "budget_mode": "growing"}, 1.0),
+        ({"budget": 5, "block": 3}, 1.0),
+        ({"budget": 4}, 90.0),  # every retention is 1, so that all scores are equal
+    ],
+    ids=str,
+)
+def test_every_pass_keeps_the_tokens_of_the_highest_retention(own, offset):
+    spec = PRESETS["trim_kv"].override(alpha_scale=1.0, alpha_offset=offset).spec
     cases.check_scenario(build_policy("trim_kv", own, spec), DEVICE, spec)
+
+
+class Squared(TrimKVPolicy):
+    """A policy of one's own with the rule of the kernels."""
+
+    def kernel_rule(self):
+        return BudgetRule(evicts=LEAST, score=RETENTION)
+
+    def retention(self, channel):
+        return -super().retention(channel).square()
+
+    def on_store(self, slots, arrival):
+        return super().on_store(slots, arrival._replace(signal=-arrival.signal.square()))
+
+
+def test_a_policy_states_retention_of_its_own():
+    spec = PRESETS["trim_kv"].override(alpha_scale=1.0).spec
+    options = TrimKVPolicyOptions(budget=5)
+    cases.check_scenario(Squared(options, spec), DEVICE, spec)
+    with pytest.raises(InferenceError, match="Squared: reads eviction channels"):
+        cases.scenario(cases.paged(Squared(options, spec), DEVICE), DEVICE)
+
+
+@pytest.mark.parametrize("name", ["kept", "retention", "slot_scores"])
+def test_a_subclass_that_scores_otherwise_runs_in_torch_operations(name):
+    spec = PRESETS["trim_kv"].spec
+    body = {name: lambda self, *given: getattr(TrimKVPolicy, name)(self, *given)}
+    other = type("Other", (TrimKVPolicy,), body)(TrimKVPolicyOptions(budget=5), spec)
+    assert find_kernel_rule(other) == (
+        f"Other overrides {name}, and the kernels score as the parent does"
+    )
+
+
+def test_protected_tokens_stay_at_any_retention():
+    spec = PRESETS["trim_kv"].override(alpha_scale=1.0).spec
+    policy = type("Recent", (TrimKVPolicy,), {"protected": 3})(TrimKVPolicyOptions(budget=4), spec)
+    cases.check_scenario(policy, DEVICE, spec)
+
+
+def test_numbers_of_each_head_have_no_common_choice():
+    with pytest.raises(InferenceError, match="every KV head has its own number"):
+        BudgetRule(evicts=LEAST, score=RETENTION, together=True)
+
+
+def test_hooks_act_at_the_end_of_a_prompt_alone(monkeypatch):
+    """Before it nothing is due, and the host waits for no layer."""
+    spec = PRESETS["trim_kv"].override(alpha_scale=1.0).spec
+    policy, due = build_policy("trim_kv", {"budget": 3}, spec), []
+    seen = policy.evict_mask
+    monkeypatch.setattr(policy, "evict_mask", lambda s, at: due.append(s.sequences) or seen(s, at))
+    passes = cases.Passes(cases.paged(policy, DEVICE), DEVICE, spec)
+    passes.assign(2, cases.REQUESTS[2])
+    passes.go({2: 10})  # three chunks
+    assert [int(sequences.end) for sequences in due] == [10]
+    assert due[0].held == [10]
 
 
 @pytest.mark.parametrize(
