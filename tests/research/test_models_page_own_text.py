@@ -142,4 +142,7 @@ def test_the_parts_of_the_cost_agree() -> None:
     assert f"{(int(sampled) + int(library) + int(training)) / 60:.1f}" == minutes
     assert int(generating) < int(sampled)
     assert 60 * steps < int(training)
-    assert f"Measured at: {found['commit'][:7]}, {found['date']}. The recipe of that commit" in text
+    measured = "Measured at: {}, {}, and {}, {} (the last record). The recipe of the first commit"
+    records = (found, record("smollm2_135m_policies_8k.json"))
+    ends = [each for one in records for each in (one["commit"][:7], one["date"])]
+    assert measured.format(*ends) in text

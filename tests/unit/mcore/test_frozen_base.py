@@ -150,8 +150,11 @@ def test_retention_exports_decode_within_their_budget(trim_kv):
 def test_what_cannot_run_is_refused(trim_kv):
     with pytest.raises(InferenceError, match="not trained for it"):
         build_policy("trim_kv", {}, PRESETS["dms"].spec)
-    with pytest.raises(InferenceError, match="the kernels do not pass on"):
-        InferenceEngine(trim_kv.directory, EngineOptions(kernels="triton"))
+    with pytest.raises(InferenceError, match="needs interval=1"):
+        InferenceEngine(
+            trim_kv.directory,
+            EngineOptions(kernels="triton", policy="trim_kv", policy_options={"interval": 2}),
+        )
     triton = pytest.importorskip("dms_train.kernels.train_attention.triton_attention")
     q = torch.zeros(1, 2, 1, 4)
     with pytest.raises(KernelError, match="grows with distance"):
