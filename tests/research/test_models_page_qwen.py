@@ -239,7 +239,7 @@ def test_the_page_has_the_margins_of_each_export_of_qwen() -> None:
     pooled = [m for m in _qwen("")["chains"]["margins"] if m["cost"] == "KV reads"]
     (of_gsm8k,) = (m["value"] for m in pooled if m["task"] == "GSM8K")
     assert of_gsm8k > max(values["gsm8k"])
-    assert "That of all exports of GSM8K is above each of them" in text
+    assert "that of all exports on GSM8K is above each of them" in text
 
 
 def test_the_page_has_the_margins_of_qwen_without_cr_2() -> None:
