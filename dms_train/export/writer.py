@@ -41,7 +41,6 @@ _DROPPED_KEYS = (
     "_name_or_path",
     "auto_map",
     *OPTIONS,
-    "transformers_version",
     "quantization_config",
     "compression_config",
     "quantization",

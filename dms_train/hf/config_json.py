@@ -31,6 +31,9 @@ _FIXED_EVERYWHERE = {
     "compression_config": None,
     "quantization": None,
 }
+# Without a version of at most 4.57.2, transformers 4.57.6 and 5.17 take a tokenizer of more than
+# 100,000 tokens for one of Mistral: they warn, and advise an option that changes its tokens.
+_VERSION = "4.57.0"
 
 
 def _is_mxfp4(quantization: Any) -> bool:
@@ -181,6 +184,7 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.causal_lm],
         "model_type": a.family,
+        "transformers_version": _VERSION,
         "num_hidden_layers": a.num_layers,
         "hidden_size": a.hidden_size,
         "intermediate_size": a.ffn_hidden_size,

@@ -25,7 +25,7 @@ GGUF_RECORD = "gguf.json"
 _MAGIC = b"GGUF"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _UNQUANTISED = ("F32", "F16", "BF16")
-_CONVERSION = 2  # raised with every change of what a file is converted to
+_CONVERSION = 3  # raised with every change of what a file is converted to
 _SHARD_BYTES = 2 * 1024**3  # held in memory while a directory is written
 
 

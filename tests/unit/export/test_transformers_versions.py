@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.export.tokenizer import copy_tokenizer
@@ -106,3 +107,18 @@ def test_exports_load_compute_and_generate(export, tmp_path, which):
             weights = {name: tensor.to(dtype) for name, tensor in hf._weights(a).items()}
             expected, _ = hf._forward(weights, a, spec, torch.arange(1, 31))
             torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("which", VERSIONS)
+def test_large_tokenizers_are_not_taken_for_those_of_mistral(export, tmp_path, which):
+    path = path_of(which)
+    folder = export("llama", PRESETS["dms"].override(window=4).spec)
+    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(100_001)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    load = (
+        "import sys; sys.stderr = sys.stdout; from transformers import AutoTokenizer;"
+        f"AutoTokenizer.from_pretrained({str(folder)!r})"
+    )
+    assert "regex" not in launch.checked(launch.python("-c", load, PYTHONPATH=path))
