@@ -9,12 +9,15 @@ _TIMED = (
     "research/wall_clock.py",
 )
 _PAGES = {
-    "docs/models.md": (
+    "docs/models/smollm2.md": (
         "nvidia_h200/smollm2_135m.json",
         "*/smollm2_135m_defaults.json",
         "*/smollm2_135m_needles.json",
         "*/smollm2_135m_policies*.json",
+    ),
+    "docs/models/qwen25_coder.md": (
         "*/qwen25_coder_0_5b.json",
+        "*/qwen25_coder_0_5b_defaults.json",
         "*/qwen25_coder_0_5b_policies*.json",
         "*/qwen25_coder_0_5b_perplexity.json",
         "*/qwen25_coder_0_5b_prompts*.json",

@@ -1,4 +1,4 @@
-"""Rows of the page of models, stored records, and numbers in the form of the page."""
+"""Rows of the pages of models, stored records, and numbers in the form of the page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "research" / "results"
 H100, H200 = "nvidia_h100_80gb_hbm3", "nvidia_h200"
 PAGE = "docs/models.md"
+SMOLLM2_PAGE, QWEN_PAGE = "docs/models/smollm2.md", "docs/models/qwen25_coder.md"
 SETTINGS, EARLIER = "docs/models/settings.md", "docs/models/earlier_runs.md"
 METHODS = "docs/models/policies.md"
 POLICIES = {

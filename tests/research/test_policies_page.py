@@ -68,7 +68,7 @@ def test_the_page_has_the_differences_of_triattention() -> None:
     mmlu = [abs(model["tasks"]["mmlu@5"]["difference"]["value"]) for model in pair]
     assert max(mmlu) < 0.014
     assert {m["tasks"]["piqa@20"]["documents"] for m in pair} == {1000}
-    assert "[a later run](../models.md#the-recipes-own-text) with 1,000." in text
+    assert "[a later run](smollm2.md#the-recipes-own-text) with 1,000." in text
 
 
 def test_the_sentences_of_the_page_are_those_of_the_records() -> None:

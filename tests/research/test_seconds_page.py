@@ -12,7 +12,7 @@ import pytest
 
 from research.recipe.report import report_text
 from research.recipe.seconds import seconds_margins, seconds_text
-from tests.research.models_page import page_rows, page_text, record
+from tests.research.models_page import QWEN_PAGE, page_rows, page_text, record
 
 PAGE = "docs/models/seconds.md"
 TASKS = {"GSM8K": "gsm8k", "MATH-500": "math500", "HumanEval": "humaneval"}
@@ -393,7 +393,7 @@ def test_the_page_describes_the_run_of_every_ratio() -> None:
     assert f"SmolLM2 [{solved}(models/seconds.md" in page_text("docs/models.md")
     times = re.findall(r"took (\d+) s from start to end. That of the training took (\d+) s", text)
     minutes = sum(map(int, *times)) / 60
-    assert f"the two commands took {minutes:.0f} minutes in all" in page_text("docs/models.md")
+    assert f"the two commands took {minutes:.0f} minutes in all" in page_text(QWEN_PAGE)
     claim = "at CR 3 and more take less time with 16 chains of a problem, and at equal time no gain"
     assert claim in page_text("docs/science.md")
 

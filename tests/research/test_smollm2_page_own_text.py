@@ -1,4 +1,4 @@
-"""The page of models quotes the records of SmolLM2 with the recipe's own text."""
+"""The page of SmolLM2 quotes the records of the recipe's own text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests.research.models_page import (
     CHOICES,
     LAMBADA,
-    PAGE,
+    SMOLLM2_PAGE,
     difference,
     page_rows,
     page_text,
@@ -34,7 +34,7 @@ def needles(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def test_the_page_has_the_runs_on_the_own_text_of_the_recipe() -> None:
-    rows, (defaults, alone) = page_rows(PAGE), runs()
+    rows, (defaults, alone) = page_rows(SMOLLM2_PAGE), runs()
     shown = [("defaults", model) for model in defaults.values()]
     shown += [("answers alone", m) for name, m in alone.items() if name != "original"]
     for title, model in shown:
@@ -53,7 +53,7 @@ def test_the_page_has_the_runs_on_the_own_text_of_the_recipe() -> None:
 
 
 def test_the_page_says_what_the_defaults_lose() -> None:
-    text, (defaults, _) = page_text(PAGE), runs()
+    text, (defaults, _) = page_text(SMOLLM2_PAGE), runs()
     found = {name: needles(defaults[name]) for name in ("original", *RATIOS)}
     lost = {
         key: [found["original"][key] - found[name][key] for name in RATIOS[:3]] for key in LENGTHS
@@ -86,7 +86,7 @@ def test_the_page_says_what_the_defaults_lose() -> None:
 
 
 def test_the_page_names_the_tasks_whose_intervals_exclude_zero() -> None:
-    text, (defaults, _) = page_text(PAGE), runs()
+    text, (defaults, _) = page_text(SMOLLM2_PAGE), runs()
     found = {
         (name, key): defaults[name]["tasks"][key]["difference"] for name in RATIOS for key in TASKS
     }
@@ -106,7 +106,7 @@ def test_the_page_names_the_tasks_whose_intervals_exclude_zero() -> None:
 
 
 def test_the_page_says_what_the_library_changes() -> None:
-    text, both = page_text(PAGE), runs()
+    text, both = page_text(SMOLLM2_PAGE), runs()
     found = [{name: needles(run[name]) for name in RATIOS} for run in both]
     more = {key: [found[0][name][key] - found[1][name][key] for name in RATIOS] for key in LENGTHS}
     means = [
@@ -129,7 +129,7 @@ def test_the_page_says_what_the_library_changes() -> None:
 
 def test_the_parts_of_the_cost_agree() -> None:
     found = record("smollm2_135m_defaults.json")
-    text, steps = page_text(PAGE), found["trainings"]["train"]["minutes"]
+    text, steps = page_text(SMOLLM2_PAGE), found["trainings"]["train"]["minutes"]
     ((sampled, generating, speed, hours, library, training, minutes),) = re.findall(
         r"Sampling took (\d+) s, of which (\d+) s generate, at ([\d,]+) tokens/s in 1,024 "
         r"sequences, or ([\d.]+) GPU hours per million tokens. The library took (\d+) s, and the "

@@ -1,4 +1,4 @@
-"""The page of models compares SmolLM2's retrofits with methods that need no training."""
+"""The page of SmolLM2 compares its retrofits with methods that need no training."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.research.models_page import (
-    PAGE,
     POLICIES,
+    SMOLLM2_PAGE,
     TRIATTENTION,
     needles_of_policies,
     page_rows,
@@ -55,7 +55,7 @@ def cell(found: tuple[float, float, float]) -> str:
 
 
 def test_the_page_has_the_nats_that_each_method_loses() -> None:
-    rows, policies, defaults = page_rows(PAGE), models("policies"), models("defaults")
+    rows, policies, defaults = page_rows(SMOLLM2_PAGE), models("policies"), models("defaults")
     shown = {"nats, DMS, defaults": (defaults, "")}
     shown |= {"nats, DMS, answers alone": (policies, "")}
     shown |= {f"nats, {title}": (policies, f"{name}_") for title, name in METHODS.items()}
@@ -71,12 +71,12 @@ def test_the_page_has_the_nats_that_each_method_loses() -> None:
         most = max(lost[title][number]["high"] for title in list(shown)[:2])
         assert most < min(lost[title][number]["low"] for title in list(shown)[2:])
     assert "DMS loses least at both targets, with intervals apart from all others" in page_text(
-        PAGE
+        SMOLLM2_PAGE
     )
 
 
 def test_the_page_has_the_differences_of_needles() -> None:
-    rows, policies = page_rows(PAGE), needles_of_policies()
+    rows, policies = page_rows(SMOLLM2_PAGE), needles_of_policies()
     for title, name in RUNS.items():
         for length in LENGTHS:
             cells = []
@@ -89,7 +89,7 @@ def test_the_page_has_the_differences_of_needles() -> None:
 
 
 def test_the_page_says_where_the_retrofits_are_not_ahead() -> None:
-    text, policies, close = page_text(PAGE), needles_of_policies(), {}
+    text, policies, close = page_text(SMOLLM2_PAGE), needles_of_policies(), {}
     for run, name in RUNS.items():
         for title, method in METHODS.items():
             for ratio in RATIOS:
@@ -131,5 +131,5 @@ def test_a_later_run_found_the_same_needles_up_to_4_096_tokens() -> None:
         for length in LENGTHS[:3]:
             assert model["needles"][length]["value"] == first[name]["needles"][length]["value"]
     assert "run, which found the same needles as the first one at all other lengths." in page_text(
-        PAGE
+        SMOLLM2_PAGE
     )

@@ -1,4 +1,4 @@
-"""The page of models and the README quote the stored records of Qwen2.5-Coder."""
+"""The page of Qwen2.5-Coder and the README quote its stored records."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from research.recipe.figures import chain_tasks
 from research.recipe.report import report_text
 from tests.research.models_page import (
     EARLIER,
-    PAGE,
     POLICIES,
+    QWEN_PAGE,
     check_scores,
     difference,
     interval,
@@ -46,7 +46,7 @@ PROMPTS = {
 
 
 def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
-    rows = page_rows(PAGE)
+    rows = page_rows(QWEN_PAGE)
     of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
     records = [record(f"qwen25_coder_0_5b_policies{part}.json") for part in ("", "_16k", "_more")]
     found: dict[str, dict[str, Any]] = {name: m["needles"] for name, m in of_dms.items()}
@@ -63,7 +63,7 @@ def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
 
 
 def test_the_page_has_the_perplexities_of_qwen_with_policies() -> None:
-    rows = page_rows(PAGE)
+    rows = page_rows(QWEN_PAGE)
     of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
     found = {m["name"]: m for m in record("qwen25_coder_0_5b_perplexity.json")["models"]} | of_dms
     for title, name in {"DMS": "dms", **POLICIES}.items():
@@ -138,7 +138,7 @@ def _check_margins(found: Mapping[str, Any], text: str) -> None:
 
 def test_the_page_has_the_margins_of_qwen_at_equal_peak_tokens() -> None:
     (sentence,) = [
-        text for text in page_text(PAGE).split("**") if text.startswith(" the margins are")
+        text for text in page_text(QWEN_PAGE).split("**") if text.startswith(" the margins are")
     ]
     margins = {m["task"]: m for m in _qwen("")["chains"]["margins"] if m["cost"] == "peak tokens"}
     for task, name in (("MATH 500", "MATH-500"), ("HumanEval", "HumanEval"), ("GSM8K", "GSM8K")):
@@ -149,7 +149,7 @@ def test_the_page_has_the_margins_of_qwen_at_equal_peak_tokens() -> None:
 @pytest.mark.parametrize("prefix", ["", "textbooks, "])
 def test_the_page_has_one_chain_of_qwen(prefix: str) -> None:
     """Also those of the run whose plain text had no code."""
-    rows, found = page_rows(PAGE), _qwen(prefix)
+    rows, found = page_rows(QWEN_PAGE), _qwen(prefix)
     points, names = _points(found), ["original", *RATIOS]
     solved_by = {task for task, *_ in points}
     for title, task in CHAIN_TASKS.items():
@@ -158,11 +158,11 @@ def test_the_page_has_one_chain_of_qwen(prefix: str) -> None:
             cells = [f"{100 * point['chain_accuracy']:.1f}" if point else "" for point in row]
             cells += [f"{point['tokens']:.0f}" if point else "" for point in row]
             assert rows[f"{prefix or 'one chain, '}{title}"] == cells
-    _check_margins(found, page_text(PAGE))
+    _check_margins(found, page_text(QWEN_PAGE))
 
 
 def test_the_page_states_what_chains_of_qwen_lose() -> None:
-    text = page_text(PAGE)
+    text = page_text(QWEN_PAGE)
     points, before = _points(_qwen("")), _points(_qwen("textbooks, "))
 
     def lost(task: str, found: Mapping[Any, Any]) -> str:
@@ -212,7 +212,7 @@ def test_the_page_has_the_control_of_qwen() -> None:
         f"{control['perplexity']['continuation']['perplexity']:.2f} and finds all needles. In "
         "multiple choice it differs from the original by "
         f"{difference(control['choices']['difference'])} points."
-    ) in page_text(PAGE)
+    ) in page_text(QWEN_PAGE)
 
 
 def test_the_page_has_the_margins_of_each_export_of_qwen() -> None:
@@ -231,7 +231,7 @@ def test_the_page_has_the_margins_of_each_export_of_qwen() -> None:
     exports = {"math500": ("cr4", "cr8"), "humaneval": RATIOS, "gsm8k": RATIOS}
     values = {task: [of(task, name) for name in names] for task, names in exports.items()}
     math500, humaneval, gsm8k = ([f"{x:+.1f}" for x in found] for found in values.values())
-    text = page_text(PAGE)
+    text = page_text(QWEN_PAGE)
     assert (
         "has margins of {} (CR 4) and {} (CR 8) of MATH-500, {} (CR 2), {} and {} of HumanEval, "
         "and {}, {} and {} of GSM8K."
@@ -244,7 +244,7 @@ def test_the_page_has_the_margins_of_each_export_of_qwen() -> None:
 
 def test_the_page_has_the_margins_of_qwen_without_cr_2() -> None:
     """As the run with textbooks, which has none."""
-    text = page_text(PAGE)
+    text = page_text(QWEN_PAGE)
     numbers = _qwen("")
     points = [point for point in numbers["chains"]["points"] if point["model"] != "cr2"]
     grouped = chain_tasks({"chains": {"points": points}}, READS)
@@ -275,7 +275,7 @@ def test_the_page_has_the_scores_of_qwen(prefix: str) -> None:
 
 def _page(prefix: str) -> str:
     """Return the page whose rows begin with a prefix."""
-    return EARLIER if prefix in ("bare, ", "window 16, ") else PAGE
+    return EARLIER if prefix in ("bare, ", "window 16, ") else QWEN_PAGE
 
 
 def _qwen(prefix: str) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def test_the_page_has_the_numbers_of_qwen_with_bare_questions() -> None:
 
 
 def test_the_page_has_the_divergence_on_the_prompts_of_qwen() -> None:
-    rows = page_rows(PAGE)
+    rows = page_rows(QWEN_PAGE)
     for title, name in PROMPTS.items():
         found = record(f"qwen25_coder_0_5b_prompts_{name}.json", "cpu_x86_64")
         assert found["problems"] == 32
@@ -325,7 +325,7 @@ def test_the_page_has_the_divergence_on_the_prompts_of_qwen() -> None:
 def test_the_page_has_the_memory_of_the_longest_prompts() -> None:
     """24 layers, 2 KV heads, keys and values of 64 numbers with 2 bytes each."""
     bytes_of_token = 24 * 2 * 2 * 64 * 2
-    text = page_text(PAGE)
+    text = page_text(QWEN_PAGE)
     models = {model["name"]: model for model in _qwen("")["models"]}
     sizes = [
         f"{models[name]['needles']['16384']['peak_tokens'] * bytes_of_token / 1e6:.0f} MB"
