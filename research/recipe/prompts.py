@@ -1,11 +1,11 @@
 r"""Instructions for a model, whose answers are the text of its retrofit.
 
     python -m research recipe-prompts prompts.jsonl --count 4000 \
-        [--add train.jsonl:question] [--tasks gsm8k=train.jsonl]
+        [--word-problems 2000] [--add train.jsonl:question] [--tasks gsm8k=train.jsonl]
 
-draws tasks and subjects at random; every line is {"prompt": ...}. They are this project's own text.
-`--add` takes texts of other files as they are, `--tasks` problems in the prompt of a task of
-`dms-eval`. Then all prompts are in random order.
+draws tasks and subjects at random; every line is {"prompt": ...}. They are this project's own text,
+as are the word problems, which have the prompt of GSM8K. `--add` takes texts of other files as they
+are, `--tasks` problems in the prompt of a task of `dms-eval`. Then all prompts are in random order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from dms_train.cli.errors import run_main
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import TaskOptions
 from dms_train.evaluation.tasks.base import Messages
+from dms_train.evaluation.tasks.gsm8k import meta_prompt
 from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.hf.text_files import read_lines
 from research.lab.arguments import count, seed
+from research.recipe.word_problems import word_problems
 
 _ON_TOPICS = (
     "Explain {topic} to somebody who has never heard of it.",
@@ -135,11 +137,12 @@ def problems(given: str) -> list[str]:
 
 def _run(args: argparse.Namespace) -> int:
     found = prompts(args.count, args.seed)
+    found += [meta_prompt(text).user for text in word_problems(args.word_problems, args.seed)]
     for given in args.add:
         found += column(given)
     for given in args.tasks:
         found += problems(given)
-    if args.add or args.tasks:
+    if len(found) > args.count:
         random.Random(args.seed).shuffle(found)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": prompt}) for prompt in found]
@@ -157,6 +160,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help=".jsonl file to write")
     parser.add_argument("--count", type=count, required=True)
     parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument(
+        "--word-problems", type=count, default=0, metavar="N", help="and so many of them"
+    )
     parser.add_argument(
         "--add", nargs="+", default=[], metavar="FILE:COLUMN", help="prompts of other sources"
     )

@@ -74,7 +74,8 @@ class Recipe:
     Attributes:
         experiment: Name in `dms_train/conf/experiment`.
         source: Name of the model for `scripts/fetch_models.py`; None for the embedded model.
-        prompts: Number of prompts that the model answers.
+        prompts: Number of instructions that the model answers.
+        word_problems: Number of word problems that it answers too, in the prompt of GSM8K.
         continuations: Answers to each prompt.
         new_tokens: Limit of an answer.
         sampled: Share of these answers in the training text. The rest is the user's text or,
@@ -92,6 +93,7 @@ class Recipe:
     experiment: str
     source: str | None
     prompts: int
+    word_problems: int = 0
     continuations: int = 2
     new_tokens: int = 1800
     sampled: float = 0.5
@@ -117,7 +119,8 @@ RECIPES = {
     "qwen25_coder_0_5b": Recipe(
         experiment="qwen25_coder_0_5b",
         source="qwen25-coder-0.5b-instruct",
-        prompts=10_000,
+        prompts=6_000,
+        word_problems=4_000,
         sampled=0.75,
         chains=True,
         timed=("gsm8k", "math500", "humaneval"),
@@ -391,6 +394,8 @@ def _written_prompts(settings: Settings) -> Step:
     words = [*_DATA, "exam-problems", "--out", file, "--sheets", number, "--overwrite"]
     if settings.recipe.source is not None:
         words = ["-m", "research", "recipe-prompts", file, "--count", number]
+    if problems := settings.recipe.word_problems:
+        words += ["--word-problems", str(problems)]
     return Step(name="prompts", words=lambda: words)
 
 

@@ -42,6 +42,9 @@ PROMPTS = {
     "HumanEval without a system prompt": "humaneval_auto",
     "HumanEval, textbooks": "humaneval_template_textbooks",
     "GSM8K without a system prompt, textbooks": "gsm8k_auto_textbooks",
+    "GSM8K, own text": "gsm8k_template_defaults",
+    "MATH-500, own text": "math500_template_defaults",
+    "HumanEval, own text": "humaneval_template_defaults",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from research.recipe.steps import RECIPES
 from tests.research.models_page import (
     CHOICES,
     LAMBADA,
@@ -123,4 +124,24 @@ def test_the_parts_of_the_cost_agree() -> None:
     assert found["trainings"]["train"]["steps"] == 840
     assert f"{60 * found['trainings']['train']['minutes']:.0f}" == steps
     assert int(sampled) + int(training) <= 60 * float(minutes) + 3
-    assert f"Measured at: {found['commit'][:7]}, {found['date']}." in text
+    assert f"Measured at: {found['commit'][:7]}, {found['date']}, when" in text
+
+
+def test_the_page_says_where_the_exports_differ() -> None:
+    text, first, later = page_text(QWEN_PAGE), {}, {}
+    for kind in ("gsm8k_template", "math500_template", "humaneval_template"):
+        for end in ("", "_defaults"):
+            found = record(f"qwen25_coder_0_5b_prompts_{kind}{end}.json", "cpu_x86_64")["models"]
+            for name in ("cr4", "cr8"):
+                task = kind.partition("_")[0] + end
+                first[task, name], later[task, name] = (
+                    found[name][key]["value"] for key in ("first", "later")
+                )
+    own = [first["gsm8k_defaults", name] for name in ("cr4", "cr8")]
+    assert "{:.2f} nats at CR 4 and {:.2f} at CR 8, and the later".format(*own) in text
+    assert round(later["gsm8k_defaults", "cr8"] / later["gsm8k", "cr8"]) == 2
+    assert all(first["math500_defaults", name] < first["math500", name] for name in ("cr4", "cr8"))
+    shares = [first["humaneval_defaults", n] / first["humaneval", n] for n in ("cr4", "cr8")]
+    assert (round(1 / shares[0]), round(shares[1])) == (3, 4)
+    problems = RECIPES["qwen25_coder_0_5b"].word_problems
+    assert f"therefore asks {problems:,} word problems of its own" in text

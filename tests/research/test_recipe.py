@@ -190,6 +190,16 @@ def test_own_files_replace_the_downloads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
+def test_a_model_that_solves_problems_in_chains_is_asked_some(name: str, tmp_path: Path) -> None:
+    made = {step.name: step.words() for step in steps(settings(tmp_path, name))}
+    recipe, words = RECIPES[name], made["prompts"]
+    given = dict(zip(words[4::2], words[5::2], strict=True))
+    asked = {"--word-problems": str(recipe.word_problems)} if recipe.chains else {}
+    assert given == {"--count": str(recipe.prompts)} | asked
+    assert bool(recipe.word_problems) == recipe.chains
+
+
+@pytest.mark.parametrize("name", REAL)
 def test_no_problem_of_a_task_with_chains_is_a_prompt(name: str, tmp_path: Path) -> None:
     made = {step.name: step for step in steps(settings(tmp_path, name))}
     words = made["sampled"].words()

@@ -9,6 +9,7 @@ from dms_train.evaluation.tasks.base import FIXTURES
 from dms_train.evaluation.tasks.gsm8k import meta_prompt
 from research.recipe import prompts as recipe_prompts
 from research.recipe.prompts import prompts
+from research.recipe.word_problems import word_problems
 
 
 def test_prompts_are_many_and_the_same_for_a_seed() -> None:
@@ -17,6 +18,24 @@ def test_prompts_are_many_and_the_same_for_a_seed() -> None:
     assert drawn != prompts(1000, 1)
     assert len(set(prompts(10_000, 0))) == 10_000
     assert not [prompt for prompt in drawn if "{" in prompt]
+
+
+def test_word_problems_are_many_and_the_same_for_a_seed() -> None:
+    drawn = word_problems(1000, 0)
+    assert drawn == word_problems(1000, 0)
+    assert drawn != word_problems(1000, 1)
+    assert len(set(word_problems(10_000, 0))) == 10_000
+    assert not [text for text in drawn if "{" in text]
+
+
+def test_word_problems_have_the_prompt_of_gsm8k(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "prompts.jsonl"
+    given = [str(out), "--count", "20", "--seed", "3", "--word-problems", "30"]
+    assert recipe_prompts.main(given) == 0
+    found = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+    asked = [meta_prompt(text).user for text in word_problems(30, 3)]
+    assert sorted(found) == sorted([*prompts(20, 3), *asked])
+    assert [text in asked for text in found] != [False] * 20 + [True] * 30
 
 
 def test_prompts_of_other_files_are_added_in_random_order(tmp_path: Path, capsys) -> None:
