@@ -31,8 +31,8 @@ _FIXED_EVERYWHERE = {
     "compression_config": None,
     "quantization": None,
 }
-# Without a version of at most 4.57.2, transformers 4.57.6 and 5.17 take a tokenizer of more than
-# 100,000 tokens for one of Mistral: they warn, and advise an option that changes its tokens.
+# Without a version, transformers 4.57.6 (also with a later one, below 5) and 5.17 take a tokenizer
+# of more than 100,000 tokens for one of Mistral: they advise an option that changes its tokens.
 _VERSION = "4.57.0"
 
 

@@ -119,8 +119,8 @@ RECIPES = {
     "qwen25_coder_0_5b": Recipe(
         experiment="qwen25_coder_0_5b",
         source="qwen25-coder-0.5b-instruct",
-        prompts=6_000,
-        word_problems=4_000,
+        prompts=9_000,
+        word_problems=1_000,
         sampled=0.75,
         chains=True,
         timed=("gsm8k", "math500", "humaneval"),
@@ -356,7 +356,7 @@ def _data(settings: Settings) -> list[Step]:
     if settings.recipe.source is not None:
         answers.append("--chat")
     if settings.prompts is None:
-        answers += ["--source", "instructions of dms-train", "--license", "Apache-2.0"]
+        answers += ["--source", "prompts of dms-train", "--license", "Apache-2.0"]
     steps = [] if settings.prompts else [_written_prompts(settings)]
     for file in FILES.values() if settings.recipe.timed else ():
         answers += ["--evaluation-set", str(documents(settings) / file)]
@@ -394,8 +394,8 @@ def _written_prompts(settings: Settings) -> Step:
     words = [*_DATA, "exam-problems", "--out", file, "--sheets", number, "--overwrite"]
     if settings.recipe.source is not None:
         words = ["-m", "research", "recipe-prompts", file, "--count", number]
-    if problems := settings.recipe.word_problems:
-        words += ["--word-problems", str(problems)]
+        if settings.recipe.word_problems:
+            words += ["--word-problems", str(settings.recipe.word_problems)]
     return Step(name="prompts", words=lambda: words)
 
 

@@ -9,9 +9,9 @@ _NAMES = (
     *("Leo", "Maria", "Nadia", "Omar", "Paula", "Quentin", "Rosa", "Samir", "Tara", "Victor"),
 )
 _THINGS = (
-    *("apples", "beads", "books", "bottles", "buttons", "candles", "cards", "chairs", "cookies"),
-    *("crayons", "eggs", "flowers", "lemons", "marbles", "notebooks", "pencils", "postcards"),
-    *("ribbons", "shells", "shirts", "stamps", "stickers", "tickets", "toys", "trees"),
+    *("beads", "bottles", "bowls", "boxes of crayons", "buttons", "candles", "cards", "chairs"),
+    *("cups", "kites", "lamps", "marbles", "notebooks", "paper boats", "pencils", "postcards"),
+    *("ribbons", "shirts", "spoons", "stickers", "tickets", "toy cars", "vases"),
 )
 _PROBLEMS = (
     "{name} has {few} boxes with {many} {things} in each, and gives {less} of the {things} to "
@@ -20,8 +20,8 @@ _PROBLEMS = (
     "dollars does {name} get back?",
     "A book has {large} pages. {name} reads {few} pages on each of {some} days, and {less} pages "
     "on the next day. How many pages are left?",
-    "A train travels {many} kilometers an hour for {few} hours, and then {large} kilometers an "
-    "hour for {some} hours. How many kilometers does it travel?",
+    "A train travels {many} kilometers an hour for {few} hours, and then {less} kilometers an "
+    "hour faster for {some} hours. How many kilometers does it travel?",
     "{name} works {few} hours on each of {some} days, for {many} dollars an hour, and spends "
     "{less} dollars on {things}. How many dollars are left?",
     "{name} has {large} dollars and saves {few} dollars every week. {friend} has {many} dollars "
@@ -33,12 +33,12 @@ _PROBLEMS = (
     "{less}. How old are the three together?",
     "A farm has {few} fields with {many} rows of {less} trees each, and {large} trees near the "
     "house. How many trees does it have?",
-    "A machine makes {many} {things} in an hour. How many good {things} do {few} machines make "
-    "in {some} hours if {less} of them are broken?",
+    "A machine makes {many} {things} in an hour, of which 2 are broken. How many good {things} do "
+    "{few} machines make in {some} hours?",
     "{name} sold {many} {things} in May and half as many {things} in June. In July {friend} sold "
     "{few} times as many as {name} in May. How many {things} did they sell in the three months?",
-    "{few} friends share the price of {some} tickets for {large} dollars each, and {name} pays "
-    "{less} dollars for the parking. How many dollars is that in all?",
+    "{few} friends buy a ticket for {large} dollars each, and {name} pays {less} dollars for the "
+    "parking. How many dollars do the tickets and the parking cost together?",
 )
 _NUMBERS = {  # every answer is above 0
     "few": range(2, 10),
@@ -49,9 +49,9 @@ _NUMBERS = {  # every answer is above 0
 }
 
 
-def word_problems(number: int, start: int) -> list[str]:
-    """Return different problems, drawn with the seed `start`."""
-    draw = random.Random(start)
+def word_problems(number: int, seed: int) -> list[str]:
+    """Return different problems, drawn with a seed."""
+    draw = random.Random(seed)
     drawn: dict[str, None] = {}
     while len(drawn) < number:
         name, friend, third = draw.sample(_NAMES, 3)

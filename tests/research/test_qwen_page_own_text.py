@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from research.recipe.steps import RECIPES
+from research.recipe.word_problems import _PROBLEMS
 from tests.research.models_page import (
     CHOICES,
     LAMBADA,
@@ -108,12 +109,21 @@ def test_the_page_compares_the_run_with_the_one_above() -> None:
     lower = [a["perplexity"] < b["perplexity"] for a, b in zip(own, above, strict=True)]
     higher = [a["cr_factor"] > b["cr_factor"] for a, b in zip(own, above, strict=True)]
     assert (lower, higher) == ([True] * 4 + [False], [True] * 3 + [False, True])
+    assert "lower perplexities at CR 2 to CR 6 and higher ratios except at CR 6." in text
+    runs = [named(f"qwen25_coder_0_5b{kind}_seconds.json") for kind in ("", "_ratios")]
+    code = {
+        name: "{:.2f} and {:.2f}".format(
+            *(run[name]["perplexity"]["continuation"]["perplexity"] for run in runs)
+        )
+        for name in ("cr4", "cr8")
+    }
+    assert f"perplexities of {code['cr4']} at CR 4, and of {code['cr8']} at CR 8." in text
 
 
 def test_the_parts_of_the_cost_agree() -> None:
     found, text = record(RECORD), page_text(QWEN_PAGE)
     ((sampled, generating, speed, hours, training, steps, minutes),) = re.findall(
-        r"Sampling took (\d+) s, of which (\d+) s generate, at ([\d,]+) tokens/s in up to 1,024 "
+        r"Sampling took (\d+) s, (\d+) s of it generation, at ([\d,]+) tokens/s in up to 1,024 "
         r"sequences, or ([\d.]+) GPU hours per million tokens. .* validation took (\d+) s, of "
         r"which (\d+) s are its 840 steps. .* export it was ([\d.]+) minutes",
         text,
@@ -129,19 +139,23 @@ def test_the_parts_of_the_cost_agree() -> None:
 
 def test_the_page_says_where_the_exports_differ() -> None:
     text, first, later = page_text(QWEN_PAGE), {}, {}
-    for kind in ("gsm8k_template", "math500_template", "humaneval_template"):
+    for kind in ("gsm8k", "math500", "humaneval"):
         for end in ("", "_defaults"):
-            found = record(f"qwen25_coder_0_5b_prompts_{kind}{end}.json", "cpu_x86_64")["models"]
-            for name in ("cr4", "cr8"):
-                task = kind.partition("_")[0] + end
-                first[task, name], later[task, name] = (
-                    found[name][key]["value"] for key in ("first", "later")
-                )
-    own = [first["gsm8k_defaults", name] for name in ("cr4", "cr8")]
-    assert "{:.2f} nats at CR 4 and {:.2f} at CR 8, and the later".format(*own) in text
-    assert round(later["gsm8k_defaults", "cr8"] / later["gsm8k", "cr8"]) == 2
-    assert all(first["math500_defaults", name] < first["math500", name] for name in ("cr4", "cr8"))
-    shares = [first["humaneval_defaults", n] / first["humaneval", n] for n in ("cr4", "cr8")]
-    assert (round(1 / shares[0]), round(shares[1])) == (3, 4)
+            name = f"qwen25_coder_0_5b_prompts_{kind}_template{end}.json"
+            for model, found in record(name, "cpu_x86_64")["models"].items():
+                first[kind + end, model], later[kind + end, model] = found["first"], found["later"]
+    own = [first["gsm8k_defaults", name]["value"] for name in ("cr4", "cr8")]
+    more = later["gsm8k_defaults", "cr8"]["value"] / later["gsm8k", "cr8"]["value"]
+    assert round(more) == 2
+    assert (
+        "{:.2f} nats at CR 4 and {:.2f} at CR 8, and the later tokens of CR 8 differ twice as much"
+    ).format(*own) in text
+    for name in ("cr4", "cr8"):
+        assert first["math500_defaults", name]["value"] < first["math500", name]["value"]
+        a, b = (first[f"humaneval{end}", name] for end in ("", "_defaults"))
+        assert max(a["low"], b["low"]) < min(a["high"], b["high"])
+    assert "MATH-500 does not show this" in text
+    assert "intervals of the first token overlap with those of the first table" in text
     problems = RECIPES["qwen25_coder_0_5b"].word_problems
     assert f"therefore asks {problems:,} word problems of its own" in text
+    assert f"made from {len(_PROBLEMS)} patterns, in place of {problems:,} of its" in text

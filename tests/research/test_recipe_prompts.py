@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 from dms_train.evaluation.tasks.base import FIXTURES
 from dms_train.evaluation.tasks.gsm8k import meta_prompt
 from research.recipe import prompts as recipe_prompts
 from research.recipe.prompts import prompts
-from research.recipe.word_problems import word_problems
+from research.recipe.word_problems import _NUMBERS, _PROBLEMS, word_problems
+
+ANSWERS: tuple[Callable[[int, int, int, int, int], int], ...] = (  # of the problems, in their order
+    lambda few, some, less, many, large: few * many - less,
+    lambda few, some, less, many, large: large - few * some,
+    lambda few, some, less, many, large: large - few * some - less,
+    lambda few, some, less, many, large: many * few + (many + less) * some,
+    lambda few, some, less, many, large: few * some * many - less,
+    lambda few, some, less, many, large: large + many + 3 * few * less,
+    lambda few, some, less, many, large: (many + less) * few,
+    lambda few, some, less, many, large: 5 * less + few,
+    lambda few, some, less, many, large: few * many * less + large,
+    lambda few, some, less, many, large: (many - 2) * few * some,
+    lambda few, some, less, many, large: many + many // 2 + few * many,
+    lambda few, some, less, many, large: few * large + less,
+)
 
 
 def test_prompts_are_many_and_the_same_for_a_seed() -> None:
@@ -26,6 +43,13 @@ def test_word_problems_are_many_and_the_same_for_a_seed() -> None:
     assert drawn != word_problems(1000, 1)
     assert len(set(word_problems(10_000, 0))) == 10_000
     assert not [text for text in drawn if "{" in text]
+
+
+def test_answers_of_word_problems_are_positive_numbers() -> None:
+    assert len(_PROBLEMS) == len(ANSWERS)
+    for numbers in product(*((values[0], values[-1]) for values in _NUMBERS.values())):
+        assert min(answer(*numbers) for answer in ANSWERS) > 0
+    assert all(value % 2 == 0 for value in _NUMBERS["many"])  # one problem takes half of it
 
 
 def test_word_problems_have_the_prompt_of_gsm8k(tmp_path: Path, capsys) -> None:
