@@ -334,6 +334,7 @@ class _Step(Generic[State]):
             return
         reserve = _WATERMARK * (self._limits.pages or 0)
         promised = self._promised_pages()
+        running = sum(self._may_run(s) for s in scheduler.admitted)
         for sequence in scheduler.waiting.copy():
             if not self._may_run(sequence) or sequence.awaits_prefix_leader:
                 continue
@@ -344,7 +345,8 @@ class _Step(Generic[State]):
             least = math.ceil(growth + promised + reserve)
             while self._free(least) < least and self._cache_manager.reclaim(sequence):
                 pass
-            least = math.ceil(growth + promised + max(reserve, self._burst_growth()))
+            burst = self._burst_growth(running + 1)
+            least = math.ceil(growth + promised + max(reserve, burst))
             full = self._free(least) < least or self._budget == 0
             if (full or self.plan.preempted) and self.plan.batch:
                 return
@@ -352,13 +354,13 @@ class _Step(Generic[State]):
                 return
             self.plan.admitted.append(sequence)  # first, because `admit` may raise an error
             scheduler.admit(sequence)
+            running += 1
             planned = self.plan.pages
             self._plan_tokens(sequence)
             promised += max(0, growth - (self.plan.pages - planned))
 
-    def _burst_growth(self) -> float:
-        """Return the pages that a burst of what runs and one more sequence is expected to take."""
-        sequences = 1 + sum(self._may_run(s) for s in self._scheduler.admitted)
+    def _burst_growth(self, sequences: int) -> float:
+        """Return the pages that a burst of so many sequences is expected to take."""
         burst = self._limits.most_pages(self._limits.decode_steps)
         return burst * sequences * self._scheduler.survival
 
