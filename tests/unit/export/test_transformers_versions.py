@@ -111,7 +111,7 @@ def test_exports_load_compute_and_generate(export, tmp_path, which):
 
 @pytest.mark.parametrize("case", CASES)
 def test_large_tokenizers_are_not_taken_for_those_of_mistral(export, case):
-    """Of the tested versions, only transformers 4 takes them for those of Mistral."""
+    # the other two versions never take them for those
     path, (family, spec, dtype, _) = path_of("transformers 4"), CASES[case]
     folder = export(family, spec, dtype=dtype)
     tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(100_001)}, unk_token="w0"))
