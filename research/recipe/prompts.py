@@ -160,8 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help=".jsonl file to write")
     parser.add_argument("--count", type=count, required=True)
     parser.add_argument("--seed", type=seed, default=0)
-    problems = "number of word problems, in the prompt of GSM8K (none)"
-    parser.add_argument("--word-problems", type=count, default=0, metavar="N", help=problems)
+    about = "number of word problems, in the prompt of GSM8K (none)"
+    parser.add_argument("--word-problems", type=count, default=0, metavar="N", help=about)
     parser.add_argument(
         "--add", nargs="+", default=[], metavar="FILE:COLUMN", help="prompts of other sources"
     )

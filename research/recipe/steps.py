@@ -389,7 +389,7 @@ def _prompts(settings: Settings) -> Path:
 
 
 def _written_prompts(settings: Settings) -> Step:
-    """Return the step that writes prompts: instructions, or exam sheets for the embedded model."""
+    """Return the step that writes prompts; those of the embedded model are exam sheets."""
     file, number = str(_prompts(settings)), str(settings.recipe.prompts)
     words = [*_DATA, "exam-problems", "--out", file, "--sheets", number, "--overwrite"]
     if settings.recipe.source is not None:

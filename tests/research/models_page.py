@@ -35,6 +35,11 @@ def record(name: str, device: str = H200) -> dict[str, Any]:
     return json.loads((RESULTS / device / name).read_text(encoding="utf-8"))
 
 
+def named(name: str) -> dict[str, dict[str, Any]]:
+    """Return the models of a record by their names."""
+    return {model["name"]: model for model in record(name)["models"]}
+
+
 def needles_of_policies() -> dict[str, dict[str, Any]]:
     """Return the needles of SmolLM2's original with each policy; a later run has some in 8,192."""
     first, later = (

@@ -18,6 +18,7 @@ from tests.research.models_page import (
     SMOLLM2_PAGE,
     TRIATTENTION,
     difference,
+    named,
     needles_of_policies,
     page_rows,
     page_text,
@@ -26,10 +27,6 @@ from tests.research.models_page import (
 
 TRAINED = {"original": "original"} | {f"DMS at CR {n}": f"cr{n}" for n in (2, 3, 4, 6, 8)}
 LENGTHS = ("1024", "2048", "4096", "8192")
-
-
-def named(name: str) -> dict[str, dict[str, Any]]:
-    return {model["name"]: model for model in record(name)["models"]}
 
 
 def text_cells(model: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from tests.research.models_page import (
     POLICIES,
     TRIATTENTION,
     difference,
+    named,
     page_rows,
     page_text,
     record,
@@ -31,7 +32,7 @@ BEFORE = {title: name for title, name in POLICIES.items() if name not in ("quest
 def models(recipe: str, part: str = "") -> dict[str, Mapping[str, Any]]:
     """Return the models of both records; the exports are named like a policy `dms`."""
     of_dms = {f"dms_{m['name']}": m for m in record(f"{recipe}.json")["models"]}
-    return {m["name"]: m for m in record(f"{recipe}{part}_policy_choices.json")["models"]} | of_dms
+    return named(f"{recipe}{part}_policy_choices.json") | of_dms
 
 
 def loses(task: Mapping[str, Any]) -> bool:
@@ -51,7 +52,7 @@ def test_the_page_has_the_differences_to_the_original(title: str, recipe: str) -
 
 def test_the_page_has_the_differences_of_triattention() -> None:
     text, cells = page_text(METHODS), page_rows(METHODS)["SmolLM2, TriAttention"]
-    known = {m["name"]: m for m in record("smollm2_135m_policies.json")["models"]}
+    known = named("smollm2_135m_policies.json")
     pair = [known[f"{TRIATTENTION}_cr{ratio}"] for ratio in RATIOS]
     means = [model["choices"]["difference"] for model in pair]
     lambada = [m["tasks"][key]["difference"] for key in LAMBADA for m in pair]

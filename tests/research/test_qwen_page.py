@@ -21,6 +21,7 @@ from tests.research.models_page import (
     check_scores,
     difference,
     interval,
+    named,
     page_rows,
     page_text,
     percent,
@@ -68,7 +69,7 @@ def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
 def test_the_page_has_the_perplexities_of_qwen_with_policies() -> None:
     rows = page_rows(QWEN_PAGE)
     of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
-    found = {m["name"]: m for m in record("qwen25_coder_0_5b_perplexity.json")["models"]} | of_dms
+    found = named("qwen25_coder_0_5b_perplexity.json") | of_dms
     for title, name in {"DMS": "dms", **POLICIES}.items():
         cells = []
         for ratio in (4, 8):

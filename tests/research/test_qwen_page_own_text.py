@@ -12,6 +12,7 @@ from tests.research.models_page import (
     LAMBADA,
     QWEN_PAGE,
     difference,
+    named,
     page_rows,
     page_text,
     record,
@@ -20,10 +21,6 @@ from tests.research.models_page import (
 RATIOS = ("cr2", "cr3", "cr4", "cr6", "cr8")
 SCHOOL = ("gsm8k@5", "gsm8k_cot")
 RECORD = "qwen25_coder_0_5b_defaults.json"
-
-
-def named(name: str) -> dict[str, dict[str, Any]]:
-    return {model["name"]: model for model in record(name)["models"]}
 
 
 def test_the_page_has_the_run_on_the_own_text() -> None:

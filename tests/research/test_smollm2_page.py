@@ -24,6 +24,7 @@ from tests.research.models_page import (
     check_scores,
     difference,
     interval,
+    named,
     needles_of_policies,
     page_rows,
     page_text,
@@ -44,11 +45,10 @@ UNTRAINED = POLICIES | {"TriAttention": TRIATTENTION}
 def models() -> dict[str, dict[str, Any]]:
     """Models of the page, with DMC and the DMS of the run with window 16, and the policies."""
     before, policies, newest = (
-        {model["name"]: model for model in record(f"smollm2_135m{name}.json")["models"]}
-        for name in ("_window_16", "_policies", "")
+        named(f"smollm2_135m{name}.json") for name in ("_window_16", "_policies", "")
     )
-    named = {f"window_16_{name}" if name in newest else name: before[name] for name in before}
-    return named | {n: m for n, m in policies.items() if m["policy"] != "auto"} | newest
+    dms = {f"window_16_{name}" if name in newest else name: before[name] for name in before}
+    return dms | {n: m for n, m in policies.items() if m["policy"] != "auto"} | newest
 
 
 def test_the_page_has_the_numbers_of_the_record() -> None:
@@ -71,10 +71,7 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
 
 def test_the_untrained_methods_are_measured_beside_an_equal_original() -> None:
     text = page_text(SMOLLM2_PAGE)
-    run, other = (
-        {m["name"]: m for m in record(f"smollm2_135m{name}.json")["models"]}
-        for name in ("", "_policies")
-    )
+    run, other = (named(f"smollm2_135m{name}.json") for name in ("", "_policies"))
     own, same = run["original"], other["original"]
     for part in ("window", "continuation"):
         pair = [f"{m['perplexity'][part]['perplexity']:.2f}" for m in (own, same)]
@@ -193,7 +190,7 @@ def _found_by_depth(record: Mapping[str, Any], model: str, first: str) -> str:
 
 def test_needles_of_runs_of_the_recipe_differ_as_the_pages_say() -> None:
     names = ("smollm2_135m.json", "smollm2_135m_first.json", "smollm2_135m_needles.json")
-    runs = [{m["name"]: m for m in record(name)["models"]} for name in names]
+    runs = [named(name) for name in names]
     needles = [{name: m["needles"] for name, m in run.items()} for run in runs]
     found = [round(100 * run["cr8"]["4096"]["value"]) for run in needles]
     (original,) = {round(100 * run["original"]["4096"]["value"]) for run in needles}
@@ -258,7 +255,7 @@ def test_the_page_has_three_runs() -> None:
 
 def test_the_page_has_the_scores_with_window_16() -> None:
     rows = page_rows(EARLIER)
-    known = {m["name"]: m for m in record("smollm2_135m_window_16.json")["models"]}
+    known = named("smollm2_135m_window_16.json")
     titles = {title: name for title, name in MODELS.items() if not title.startswith("window")}
     for title, name in titles.items():
         if "tasks" not in (model := known[name]):

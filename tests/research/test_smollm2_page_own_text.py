@@ -11,6 +11,7 @@ from tests.research.models_page import (
     LAMBADA,
     SMOLLM2_PAGE,
     difference,
+    named,
     page_rows,
     page_text,
     record,
@@ -62,7 +63,7 @@ def test_the_page_says_what_the_defaults_lose() -> None:
     for name in RATIOS[3:]:
         assert all(found[name][key] >= found["original"][key] for key in LENGTHS[:2])
     assert defaults["cr8"]["choices"]["difference"]["high"] < 0
-    books = {m["name"]: m for m in record("smollm2_135m.json")["models"]}
+    books = named("smollm2_135m.json")
     late = [defaults[name]["needles"][key]["value"] for key in LENGTHS[2:] for name in RATIOS[3:]]
     for sentence in (
         f"find at most {max(lost['1024'] + lost['2048'] + lost['4096'])} needles fewer than the "

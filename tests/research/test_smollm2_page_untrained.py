@@ -10,10 +10,10 @@ from tests.research.models_page import (
     POLICIES,
     SMOLLM2_PAGE,
     TRIATTENTION,
+    named,
     needles_of_policies,
     page_rows,
     page_text,
-    record,
 )
 
 LENGTHS = ("1024", "2048", "4096", "8192")
@@ -23,7 +23,7 @@ RUNS = {"textbooks": "needles", "defaults": "defaults"}
 
 
 def models(name: str) -> dict[str, Mapping[str, Any]]:
-    return {model["name"]: model for model in record(f"smollm2_135m_{name}.json")["models"]}
+    return named(f"smollm2_135m_{name}.json")
 
 
 def share(needles: Mapping[str, Any], length: str) -> float:
