@@ -31,6 +31,7 @@ _PAGES = {
         "*/smollm2_135m_first.json",
         "*/smollm2_135m_second.json",
         "*/smollm2_135m_window_16.json",
+        "*/qwen25_coder_0_5b_instructions.json",
         "*/qwen25_coder_0_5b_questions.json",
         "*/qwen25_coder_0_5b_window_16.json",
     ),

@@ -1,4 +1,4 @@
-"""The page of Qwen2.5-Coder and the README quote its stored records."""
+"""The page of Qwen2.5-Coder quotes its stored records."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ PROMPTS = {
     "GSM8K, own text": "gsm8k_template_defaults",
     "MATH-500, own text": "math500_template_defaults",
     "HumanEval, own text": "humaneval_template_defaults",
+    "GSM8K, no word problems": "gsm8k_template_instructions",
+    "MATH-500, no word problems": "math500_template_instructions",
+    "HumanEval, no word problems": "humaneval_template_instructions",
 }
 
 
@@ -337,28 +340,6 @@ def test_the_page_has_the_memory_of_the_longest_prompts() -> None:
     ]
     assert f"takes {bytes_of_token:,} bytes in bf16" in text
     assert f"holds {sizes[0]}, CR 4 holds {sizes[1]} and CR 8 holds {sizes[2]}" in text
-
-
-def test_the_readme_has_the_numbers_of_qwen() -> None:
-    text = page_text("README.md")
-    found = _qwen("")
-    needles = {model["name"]: model["needles"]["16384"] for model in found["models"]}
-    reads = [f"{needles[name]['reads_per_token']:,.0f}" for name in ("cr8", "original")]
-    assert f"finds {100 * needles['cr8']['value']:.0f} of 100 needles in 16,384 tokens" in text
-    assert f"reads {reads[0]} tokens instead of {reads[1]}" in text
-    points = _points(found)
-    solved, reads = [], []
-    for name in ("math500", "gsm8k"):
-        own, original = (points[name, model, 16, 2] for model in ("cr4", "original"))
-        solved.append([f"{100 * point['accuracy']['value']:.1f} %" for point in (own, original)])
-        reads.append(f"{100 * own['kv_reads'] / original['kv_reads']:.0f} %")
-    (math, first), (school, second) = solved
-    assert f"CR 4 solve {math} of MATH-500 and {school} of GSM8K, with {reads[0]} and" in text
-    assert f"{reads[1]} of the KV reads of the original, which solves {first} and {second}." in text
-    for name, chains in (("cr8", 4), ("original", 1)):
-        point = points["humaneval", name, chains, 2]
-        assert f"{100 * point['accuracy']['value']:.0f} %" in text
-        assert f"{point['kv_reads']:,.0f}" in text
 
 
 def test_the_records_of_qwen_print() -> None:

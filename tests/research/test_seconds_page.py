@@ -26,6 +26,7 @@ RATIOS = {  # records of every ratio, by the first words of their rows
     "SmolLM2": CASES["SmolLM2"],
     "every ratio": "qwen25_coder_0_5b_ratios_seconds.json",
 }
+OWN_TEXT = "qwen25_coder_0_5b_defaults.json"
 HUMANEVAL = "qwen25_coder_0_5b_humaneval_seconds.json"  # of another run, with the original
 
 
@@ -114,7 +115,7 @@ def test_the_page_names_where_the_record_was_measured(name: str) -> None:
     assert text.count(header) == 2  # that of Qwen, and HumanEval at CR 4
     columns = "{}: solved, % | seconds | tokens/s"
     header = " | ".join(columns.format(n) for n in ("1 chain", "4 chains", "16 chains"))
-    assert text.count(f"| GSM8K | {header} |") == len(RATIOS)
+    assert text.count(f"| GSM8K | {header} |") == len(RATIOS) + 1  # and the own text
 
 
 def test_the_page_has_the_settings_of_the_record() -> None:
@@ -163,6 +164,44 @@ def test_the_page_has_the_margins_at_equal_seconds() -> None:
         f"{humaneval['cr8']}. [At every ratio](#gsm8k-at-every-ratio) GSM8K has "
         f"{', '.join(values)} and {last} from CR 2 to CR 8."
     ) in page_text(PAGE)
+
+
+def test_the_page_has_the_seconds_of_the_own_text() -> None:
+    rows, text, found = page_rows(PAGE), page_text(PAGE), record(OWN_TEXT)
+    gsm8k = found["seconds"]["gsm8k"]
+    measured = _measured(gsm8k)
+    for name, title in (("original", "original"), ("cr4", "CR 4")):
+        assert rows[f"own text, {title}"] == [
+            cell for chains in CHAINS for cell in _cells(measured[name, chains])
+        ]
+    shares = _listed([_share(measured, "cr4", chains) for chains in CHAINS])
+    rates = _listed([f"{_rate(measured, 'cr4', chains):.2f}" for chains in CHAINS])
+    assert [_overlap(measured, "cr4", chains) for chains in CHAINS] == [True, True, False]
+    tokens = [_tokens(measured, "cr4", n) / _tokens(measured, "original", n) for n in CHAINS]
+    own, original = (
+        "{:.1f} % [{:.1f}, {:.1f}]".format(
+            *(
+                100 * measured[name, 16][key]
+                for key in ("accuracy", "accuracy_low", "accuracy_high")
+            )
+        )
+        for name in ("cr4", "original")
+    )
+    ((export, value, interval),) = [
+        (margin.first, margin.value, margin.interval) for margin in seconds_margins(gsm8k)
+    ]
+    assert export == "cr4"
+    assert interval is not None
+    gained = f"+{value:.1f} [{interval[0]:+.1f}, {interval[1]:+.1f}]"
+    for sentence in (
+        f"With 1, 4 and 16 chains CR 4 takes {shares} of the original's time, with {rates} times",
+        f"Answers have {min(tokens):.2f} to {max(tokens):.2f} of the original's tokens.",
+        f"of 16 chains is {own} at CR 4, and {original} of the original.",
+        f"CR 4 solves {gained} points more",
+        f"CR 4 has {gained} with [the recipe's own text]",
+        f"Measured at: {found['commit'][:7]}, {found['date']}. ## SmolLM2",
+    ):
+        assert sentence in text
 
 
 def test_the_page_quotes_the_times_of_the_engine_before() -> None:
@@ -379,7 +418,8 @@ def test_the_page_describes_the_run_of_every_ratio() -> None:
     for sentence in (
         f"have a perplexity of continuations of {_listed(perplexities)} at the ratios "
         f"{_listed(ratios)}. That of the original is {texts['original']['perplexity']:.2f}.",
-        "Except for [GSM8K at every ratio](#gsm8k-at-every-ratio), other work used the second GPU",
+        "Except for [GSM8K at every ratio](#gsm8k-at-every-ratio) and [the recipe's own "
+        "text](#the-recipes-own-text), other work used the second GPU",
         "Nothing else used the host",
         "CR 2, 3 and 6 were measured [on GSM8K alone](#gsm8k-at-every-ratio).",
         f"recipe --table research/results/nvidia_h200/{RATIOS['every ratio']} #",

@@ -1,4 +1,4 @@
-"""The page of SmolLM2 and the README quote its stored records."""
+"""The page of SmolLM2 quotes its stored records."""
 
 from __future__ import annotations
 
@@ -267,31 +267,6 @@ def test_the_page_has_the_scores_with_window_16() -> None:
         whole = all(scores[key] for key in CHOICES)
         mean = statistics.fmean(model["tasks"][key]["score"] for key in CHOICES) if whole else None
         assert cells[6] == ("" if mean is None else f"{100 * mean:.2f}")
-
-
-def test_the_readme_has_the_numbers_of_the_record() -> None:
-    rows, known = page_rows("README.md"), models()
-    names = ("original", "cr4", "cr8", "streaming_llm_cr4", "snapkv_cr4", "quest_cr4")
-    shown = [known[name] for name in names]
-    by_title = {
-        "perplexity of": lambda m: f"{m['perplexity']['continuation']['perplexity']:.2f}",
-        "needles found in 2,048": lambda m: f"{m['needles']['2048']['value']:.2f}",
-        "needles found in 4,096": lambda m: f"{m['needles']['4096']['value']:.2f}",
-        "tokens that a": lambda m: f"{m['needles']['4096']['reads_per_token']:,.0f}",
-    }
-    for title, number in by_title.items():
-        (cells,) = (row for name, row in rows.items() if name.startswith(title))
-        assert cells == [number(model) for model in shown]
-    (cells,) = (row for name, row in rows.items() if name.startswith("seven tasks"))
-    means = {
-        m["name"]: f"{100 * m['choices']['score']:.1f}"
-        for m in record("smollm2_135m_policy_choices.json")["models"]
-    }
-    other_documents = "[{} of {}](docs/models/policies.md)"
-    assert cells == [
-        *(f"{100 * model['choices']['score']:.1f}" for model in shown[:3]),
-        *(other_documents.format(means[m["name"]], means["original"]) for m in shown[3:]),
-    ]
 
 
 def test_the_page_has_the_control_of_the_sweep() -> None:

@@ -83,7 +83,6 @@ def test_the_page_says_what_the_defaults_lose() -> None:
         assert sentence in page_text("docs/science.md")
     share = f"CR 8 finds {found['cr8']['4096']} of 100 needles in 4,096 tokens"
     assert share in page_text("CHANGELOG.md")
-    assert f"finds {found['cr8']['4096'] / 100:.2f} of the needles" in page_text("README.md")
 
 
 def test_the_page_names_the_tasks_whose_intervals_exclude_zero() -> None:
