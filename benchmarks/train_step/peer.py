@@ -34,7 +34,11 @@ from benchmarks.train_step.shapes import SHAPES, Case
 from dms_train.data.batches import Batch
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import fusions
-from dms_train.mcore.model.model import padded_vocab_size, rope_arguments, transformer_config
+from dms_train.mcore.model.configuration import (
+    padded_vocab_size,
+    rope_arguments,
+    transformer_config,
+)
 from dms_train.mcore.options import ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
 

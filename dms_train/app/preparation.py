@@ -18,7 +18,7 @@ from dms_train.data.manifest import file_sha256
 from dms_train.data.tokens import check_files
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.tokenizer_files import TOKENIZER_FILE
-from dms_train.mcore.model.model import rope_arguments
+from dms_train.mcore.model.configuration import rope_arguments
 from dms_train.method.base import MethodSpec
 from dms_train.observe import log
 from dms_train.planning.check import check

@@ -26,9 +26,10 @@ from dms_train.mcore.layers import adapters, fp8, fusions, retention
 from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.model import eviction_channel, gathering, low_rank, sharing, stored, weights
+from dms_train.mcore.model.configuration import transformer_config
 from dms_train.mcore.model.eviction_channel import ChannelRows
 from dms_train.mcore.model.low_rank import AdapterTensors
-from dms_train.mcore.model.model import DMSModel, transformer_config
+from dms_train.mcore.model.model import DMSModel
 from dms_train.mcore.model.offload import OffloadedTeacher
 from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import ALL_WEIGHTS, OptimOptions, ParallelOptions, Trainable

@@ -41,7 +41,8 @@ from dms_train.inference.policies.registry import AUTO, policy_names
 from dms_train.observe.processes import end_with_parent
 from research.lab.arguments import choice, count, duration, list_of, seed
 from research.lab.scales import SCALES, VARIANTS
-from research.lab.steps import Settings, Step, as_text, check_policies, lines, long_steps, steps
+from research.lab.step import Step, as_text
+from research.lab.steps import Settings, check_policies, lines, long_steps, steps
 from research.lab.tasks import TASKS
 
 UNFINISHED = 3

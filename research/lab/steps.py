@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from dms_train.inference.policies.registry import check_policy, parse_options
 from research.folders import CONFIG_DIR
 from research.lab.card import GREEDY, TEACHER
 from research.lab.scales import DMS, VARIANTS, Retrofit, Scale, Variant
+from research.lab.step import Step
 from research.lab.tasks import TASKS, named
 
 _DATA = ("-m", "research", "data")
@@ -27,11 +26,6 @@ _LONG = ("--long-share", "0.7", *_OTHERS)
 _HAYSTACKS = ("lab_niah", "lab_variable_tracking")
 _CONTEXTS = (1, 2, 4)  # multiples of the teacher's context
 _VALIDATION = 200  # samples beyond those of the training, for its validation split
-# Options that do not change results, at any value.
-_SAME_RESULTS = (
-    *("--workers=", "--config-dir=", "model.max_num_seqs=", "data.micro_batch_size="),
-    *("parallel.cuda_graph=", "model.cache_bytes=", "--cache-bytes="),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,25 +66,6 @@ class Settings:
     def run(self, name: str, seed: int) -> Path:
         """Return the folder of a retrofit."""
         return self.root / "retrofit" / f"seed{seed}" / name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One command of this project.
-
-    Attributes:
-        name: Name of its log and its mark.
-        words: Arguments of python; called when the steps that it needs have finished.
-        needs: Names of those steps.
-        ranks: Processes, one for each GPU that it takes; 1 shares a GPU with other commands.
-        repeats: True if every call runs it.
-    """
-
-    name: str
-    words: Callable[[], list[str]]
-    needs: tuple[str, ...] = ()
-    ranks: int = 1
-    repeats: bool = False
 
 
 def steps(settings: Settings) -> list[Step]:
@@ -521,8 +496,3 @@ def lines(root: Path) -> list[str]:
     """Return one line for every measured budget in a folder of a lab."""
     folders = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     return [f"{path.name:40} {point}" for path in folders for point in load([path]).points()]
-
-
-def as_text(words: list[str]) -> str:
-    """Return a command as the marks store it: without options that do not change its results."""
-    return json.dumps([word for word in words if not word.startswith(_SAME_RESULTS)])

@@ -11,7 +11,7 @@ from dms_train.evaluation.analysis.comparison import PEAK, READS, Comparison
 from dms_train.evaluation.scaling.results import Point, RunResult, load
 from dms_train.inference.policies.registry import AUTO
 from dms_train.tables import markdown_table
-from research.lab.steps import Step
+from research.lab.step import Step
 from research.recipe.steps import (
     CONTROL,
     EVALUATE,

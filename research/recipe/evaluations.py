@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dms_train.cli.config_source import compose
-from research.lab.steps import Step
+from research.lab.step import Step
 from research.recipe.chains import chain_steps
 from research.recipe.seconds import seconds_steps
 from research.recipe.steps import (

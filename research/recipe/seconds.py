@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dms_train.evaluation.analysis.comparison import Margin, Sample, margin_of
-from research.lab.steps import Step
+from research.lab.step import Step
 from research.recipe.chains import asked, permitted
 from research.recipe.figures import method_of
 from research.recipe.steps import ORIGINAL, Settings, exports

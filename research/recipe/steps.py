@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dms_train.cli.config_source import ASSETS_DIR, compose
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.registry import check_policy, parse_options
-from research.lab.steps import Step
+from research.lab.step import Step
 from research.recipe.library import LICENCE, SOURCE
 
 ROOT = Path(__file__).parents[2]

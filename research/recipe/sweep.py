@@ -41,7 +41,7 @@ from dms_train.evaluation.scaling.results import load
 from dms_train.tables import markdown_table
 from research.lab.arguments import count, duration, list_of
 from research.lab.run import UNFINISHED, run_steps
-from research.lab.steps import Step
+from research.lab.step import Step
 from research.recipe.evaluations import limited
 from research.recipe.measured import comparable, scores
 from research.recipe.report import interval

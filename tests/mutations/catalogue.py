@@ -7,6 +7,7 @@ from tests.mutations.wiring import WIRING
 
 ENGINE = "dms_train/mcore/engine.py"
 STEP = "dms_train/mcore/schedule/step.py"
+CONFIGURATION = "dms_train/mcore/model/configuration.py"
 MODEL = "dms_train/mcore/model/model.py"
 CHANNEL = "dms_train/mcore/model/eviction_channel.py"
 TOKEN_LOSSES = "dms_train/method/token_losses.py"
@@ -48,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "RoPE scaling is forgotten everywhere",
-        MODEL,
+        CONFIGURATION,
         '{"rope_scaling": True, "rope_scaling_factor": $FACTOR}',
         "{}",
         PLAIN + "[cr1_step0]",
@@ -535,7 +536,7 @@ MUTATIONS = [
     ),
     Mutation(
         "norms multiply by their weight alone",
-        MODEL,
+        CONFIGURATION,
         "$ARCHITECTURE.described.centered_norms",
         "False",
         PLAIN + "[sandwich]",

@@ -13,7 +13,7 @@ EVALUATES = "tests/unit/wiring/test_evaluation.py::test_an_option_acts"
 SERVES = "tests/unit/wiring/test_inference.py::test_"
 STAGES = "dms_train/training/stages.py"
 OPTIM = "dms_train/mcore/schedule/optimizer.py"
-MODEL = "dms_train/mcore/model/model.py"
+CONFIGURATION = "dms_train/mcore/model/configuration.py"
 OPTIONS = "tests/unit/mcore/test_optimizer_options.py::"
 
 WIRING = [
@@ -134,7 +134,7 @@ WIRING = [
     ),
     Mutation(
         "recomputed units have one layer",
-        MODEL,
+        CONFIGURATION,
         "$OPTIONS.recompute_num_layers if $FULL else None",
         "1 if $FULL else None",
         TRAINS + "[parallel.recompute_num_layers]",

@@ -23,7 +23,8 @@ from dms_train.planning.check import check
 from research.folders import CONFIG_DIR
 from research.lab import run as lab
 from research.lab.scales import SCALES
-from research.lab.steps import Step, steps
+from research.lab.step import Step
+from research.lab.steps import steps
 
 pytestmark = pytest.mark.timeout(1200)
 HF = Path("exports") / "final" / "hf"

@@ -21,7 +21,8 @@ from research.data import command as data
 from research.folders import CONFIG_DIR
 from research.lab import run as lab
 from research.lab.scales import SCALES, VARIANTS
-from research.lab.steps import Settings, Step, as_text, long_steps, steps
+from research.lab.step import Step, as_text
+from research.lab.steps import Settings, long_steps, steps
 from research.lab.tasks import TASKS
 
 HF = Path("exports") / "final" / "hf"

@@ -18,7 +18,7 @@ from dms_train.evaluation.harness.comparison import published_scores
 from dms_train.hf.formats import read_target_cr
 from dms_train.inference.errors import InferenceError
 from research.lab.run import UNFINISHED
-from research.lab.steps import as_text
+from research.lab.step import as_text
 from research.recipe import run as recipe
 from research.recipe.evaluations import steps
 from research.recipe.steps import ORIGINAL, RECIPES, Task, check_policies, exports

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dms_train.mcore import compat, groups
 from dms_train.mcore.layers.overlap import ColumnLinear, RowLinear
-from dms_train.mcore.model.model import transformer_config
+from dms_train.mcore.model.configuration import transformer_config
 from dms_train.mcore.options import ParallelOptions
 from tests.support import tiny
 

@@ -20,7 +20,7 @@ from dms_train.hf.weight_reader import WeightReader
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.layers.adapters import channel_adapters
-from dms_train.mcore.model.model import transformer_config
+from dms_train.mcore.model.configuration import transformer_config
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.observe.state_files import StateFiles
 from dms_train.training.state import TrainState
