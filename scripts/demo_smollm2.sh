@@ -30,7 +30,10 @@ if [[ ! -d $ORIGINAL ]]; then
   fi
   FETCH=()
   if [[ ${DOWNLOAD:-0} == 1 ]]; then FETCH=(--download); fi
-  python scripts/fetch_models.py "$NAME" --folder "$(dirname "$ORIGINAL")" "${FETCH[@]}"
+  if ! python scripts/fetch_models.py "$NAME" --folder "$(dirname "$ORIGINAL")" "${FETCH[@]}"; then
+    if [[ ${#FETCH[@]} == 0 ]]; then echo "DOWNLOAD=1 gives --download" >&2; fi
+    exit 2
+  fi
 fi
 
 rm -rf "$OUT"

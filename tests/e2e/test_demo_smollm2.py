@@ -49,3 +49,11 @@ def test_a_missing_original_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == f"{tmp_path}/nothing: no such folder; correct ORIGINAL\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_download_the_option_for_it_is_named(tmp_path: Path) -> None:
+    done = demo(tmp_path, ORIGINAL=str(tmp_path / "smollm2-135m-instruct"), HF_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert "allow the network with --download" in done.stderr
+    assert done.stderr.endswith("DOWNLOAD=1 gives --download\n")
+    assert not (tmp_path / "out").exists()

@@ -88,7 +88,7 @@ def mean(model: Mapping[str, Any]) -> str:
 
 
 def test_the_readme_has_the_minutes_of_both_models() -> None:
-    """Of sampling and training, from the first command to the last export."""
+    """Minutes from the first command to the last export."""
     minutes = [
         re.findall(pattern, page_text(page))
         for page, pattern in (
