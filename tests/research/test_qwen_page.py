@@ -52,13 +52,28 @@ PROMPTS = {
 }
 
 
+def with_policies() -> dict[str, dict[str, Any]]:
+    """Return the needles of the original with policies, and of the recipe's exports as `dms_`."""
+    records = [named(f"qwen25_coder_0_5b_policies{part}.json") for part in ("", "_16k", "_more")]
+    found = {f"dms_{name}": model["needles"] for name, model in _own_text().items()}
+    for name, model in (pair for models in records for pair in models.items()):
+        found[name] = found.get(name, {}) | model["needles"]
+    return found
+
+
+def perplexities_with_policies() -> dict[str, dict[str, Any]]:
+    """Return the same for the perplexity of continuations."""
+    own = {f"dms_{name}": model for name, model in _own_text().items()}
+    models = named("qwen25_coder_0_5b_perplexity.json") | own
+    return {name: model["perplexity"]["continuation"] for name, model in models.items()}
+
+
+def _own_text() -> dict[str, dict[str, Any]]:
+    return named("qwen25_coder_0_5b_defaults.json")
+
+
 def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
-    rows = page_rows(QWEN_PAGE)
-    of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
-    records = [record(f"qwen25_coder_0_5b_policies{part}.json") for part in ("", "_16k", "_more")]
-    found: dict[str, dict[str, Any]] = {name: m["needles"] for name, m in of_dms.items()}
-    for model in (model for each in records for model in each["models"]):
-        found[model["name"]] = {**found.get(model["name"], {}), **model["needles"]}
+    rows, found = page_rows(QWEN_PAGE), with_policies()
     titles = {"DMS": "dms", **{title: name for title, name in POLICIES.items() if title != "Knorm"}}
     for title, name in titles.items():
         for ratio in (4, 8):
@@ -67,18 +82,27 @@ def test_the_page_has_the_needles_of_qwen_with_policies() -> None:
             cells = [interval(needles[n]) if n in needles else "" for n in lengths]
             reads = f"{needles['8192']['reads_per_token']:,.0f}" if "8192" in needles else ""
             assert rows[f"needles, {title}, CR {ratio}"] == [*cells, reads]
+    of_dms = [found[f"dms_cr{ratio}"] for ratio in (4, 8)]
+    assert {each["value"] for needles in of_dms for each in needles.values()} == {1}
+    more = [
+        found[f"quest_cr{ratio}"]["8192"]["reads_per_token"] / needles["8192"]["reads_per_token"]
+        for ratio, needles in zip((4, 8), of_dms, strict=True)
+    ]
+    assert ("reads {:.1f} (CR 4) and {:.1f} times (CR 8) as many as DMS in 8,192 tokens.").format(
+        *more
+    ) in page_text(QWEN_PAGE)
 
 
 def test_the_page_has_the_perplexities_of_qwen_with_policies() -> None:
-    rows = page_rows(QWEN_PAGE)
-    of_dms = {f"dms_{m['name']}": m for m in record("qwen25_coder_0_5b.json")["models"]}
-    found = named("qwen25_coder_0_5b_perplexity.json") | of_dms
+    rows, found = page_rows(QWEN_PAGE), perplexities_with_policies()
     for title, name in {"DMS": "dms", **POLICIES}.items():
-        cells = []
-        for ratio in (4, 8):
-            perplexity = found[f"{name}_cr{ratio}"]["perplexity"]["continuation"]
-            cells += [f"{perplexity['cr_factor']:.2f}", f"{perplexity['perplexity']:.2f}"]
-        assert rows[f"perplexity, {title}"] == cells
+        both = [found[f"{name}_cr{ratio}"] for ratio in (4, 8)]
+        cells = [(f"{each['cr_factor']:.2f}", f"{each['perplexity']:.2f}") for each in both]
+        assert rows[f"perplexity, {title}"] == [*cells[0], *cells[1]]
+    others = [found[f"{name}_cr4"]["perplexity"] for name in POLICIES.values()]
+    assert max(found[f"dms_cr{ratio}"]["perplexity"] for ratio in (4, 8)) < min(others)
+    ratios = [f"{found[f'dms_cr{ratio}']['cr_factor']:.1f}" for ratio in (4, 8)]
+    assert f"Its ratios are {ratios[0]} and {ratios[1]}." in page_text(QWEN_PAGE)
 
 
 @pytest.mark.parametrize("prefix", ["", "window 16, "])
@@ -264,7 +288,7 @@ def _difference_of(task: Mapping[str, Any]) -> str:
     return difference(task["difference"]) if task["difference"] else ""
 
 
-@pytest.mark.parametrize("prefix", ["", "window 16, "])
+@pytest.mark.parametrize("prefix", ["", "own text, ", "window 16, "])
 def test_the_page_has_the_scores_of_qwen(prefix: str) -> None:
     rows = page_rows(_page(prefix))
     for model in _qwen(prefix)["models"]:
@@ -289,6 +313,7 @@ def _qwen(prefix: str) -> dict[str, Any]:
     """Record of the recipe, or the one of the rows of the page that begin with a prefix."""
     name = {
         "": "",
+        "own text, ": "_defaults",
         "textbooks, ": "_textbooks",
         "bare, ": "_questions",
         "window 16, ": "_window_16",

@@ -219,9 +219,10 @@ def test_the_page_says_where_the_exports_differ() -> None:
     more = later["gsm8k_defaults", "cr8"]["value"] / later["gsm8k", "cr8"]["value"]
     for sentence in (
         f"its exports differ by {own[0]:.3f} nats at CR 4 and {own[1]:.3f} at CR 8, those of the "
-        f"first table by {above[0]:.3f} and {above[1]:.3f}. Without word problems it was "
+        f"run with questions of GSM8K by {above[0]:.3f} and {above[1]:.3f}. Without word problems "
+        "it was "
         f"{before[0]:.2f} and {before[1]:.2f}:",
-        f"the later tokens still differ {more:.1f} times as much as those of the first table",
+        f"the later tokens still differ {more:.1f} times as much as those of the run with",
     ):
         assert sentence in text
     removed = [1 - now / then for now, then in zip(own, before, strict=True)]
