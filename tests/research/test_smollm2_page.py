@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from dms_train.cli.config_source import compose
 from research.recipe.report import report_text
 from research.recipe.sweep import table
@@ -225,10 +227,11 @@ def test_needles_of_runs_of_the_recipe_differ_as_the_pages_say() -> None:
     ) in page_text(SMOLLM2_PAGE)
 
 
-def test_the_page_has_the_scores_of_the_record() -> None:
+@pytest.mark.parametrize(("name", "first"), [("", "tasks"), ("_defaults", "tasks, defaults")])
+def test_the_page_has_the_scores_of_the_record(name: str, first: str) -> None:
     rows = page_rows(SMOLLM2_PAGE)
-    for model in record("smollm2_135m.json")["models"]:
-        title = "tasks, " + model["name"].replace("cr", "CR ")
+    for model in record(f"smollm2_135m{name}.json")["models"]:
+        title = f"{first}, " + model["name"].replace("cr", "CR ")
         check_scores(rows[title], model)
 
 
