@@ -84,5 +84,16 @@ def difference(found: Mapping[str, float]) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends)
 
 
+def loss(found: Mapping[str, float]) -> str:
+    """Return a loss in points; its lower end is the higher end of the difference."""
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(-100 * found[k] for k in ("value", "high", "low")))
+
+
+def needles_with_textbooks() -> list[float]:
+    """Return the share of needles in 4,096 tokens that CR 8 of SmolLM2 finds, of three runs."""
+    runs = [named(f"smollm2_135m{run}.json") for run in ("", "_first", "_needles")]
+    return [models["cr8"]["needles"]["4096"]["value"] for models in runs]
+
+
 def percent(found: Mapping[str, float]) -> str:
     return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * found[key] for key in ("value", "low", "high")))

@@ -18,8 +18,10 @@ from tests.research.models_page import (
     SMOLLM2_PAGE,
     TRIATTENTION,
     difference,
+    loss,
     named,
     needles_of_policies,
+    needles_with_textbooks,
     page_rows,
     page_text,
     record,
@@ -80,10 +82,7 @@ def test_the_page_says_what_smollm2_keeps_up_to_cr_4() -> None:
         for name in (*POLICIES.values(), TRIATTENTION)
     ]
     assert found["cr4"]["perplexity"]["continuation"]["perplexity"] < min(others)
-    books = [
-        named(f"smollm2_135m{run}.json")["cr8"]["needles"]["4096"]["value"]
-        for run in ("", "_first", "_needles")
-    ]
+    books = needles_with_textbooks()
     own = found["cr8"]["needles"]["4096"]["value"]
     assert f"In 4,096 tokens CR 8 finds {own:.2f} of them. Three runs" in page_text(PAGE)
     assert f"other prompts found {min(books):.2f} to {max(books):.2f};" in page_text(PAGE)
@@ -98,11 +97,6 @@ def test_the_page_has_the_defaults_of_qwen() -> None:
         assert rows[f"Qwen, {title}"] == [*cells, *choice_cells(model), solved]
 
 
-def loss(found: dict[str, float]) -> str:
-    """Return a loss in points; its lower end is the higher end of the difference."""
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*(-100 * found[k] for k in ("value", "high", "low")))
-
-
 def test_the_page_says_what_qwen_loses() -> None:
     text, found = page_text(PAGE), named("qwen25_coder_0_5b_defaults.json")
     tasks = {name: {k: t["difference"] for k, t in m["tasks"].items()} for name, m in found.items()}
@@ -110,9 +104,11 @@ def test_the_page_says_what_qwen_loses() -> None:
     most = -100 * min(each["value"] for each in choices)
     for sentence in (
         f"At CR 4 no task of multiple choice, nor LAMBADA, loses more than {most:.1f} points",
-        f"At CR 8 MMLU loses {loss(tasks['cr8']['mmlu@5'])}.",
+        f"At CR 8 MMLU loses {loss(tasks['cr8']['mmlu@5'])} and OpenBookQA "
+        f"{loss(tasks['cr8']['openbookqa@5'])}.",
         f"GSM8K with five examples loses {loss(tasks['cr6']['gsm8k@5'])} at CR 6 and "
-        f"{loss(tasks['cr8']['gsm8k@5'])} at CR 8.",
+        f"{loss(tasks['cr8']['gsm8k@5'])} at CR 8, and with eight and reasoning "
+        f"{loss(tasks['cr6']['gsm8k_cot'])} at CR 6.",
     ):
         assert sentence in text
     recipe = RECIPES["qwen25_coder_0_5b"]

@@ -12,6 +12,7 @@ from tests.research.models_page import (
     QWEN_PAGE,
     SMOLLM2_PAGE,
     named,
+    needles_with_textbooks,
     page_rows,
     page_text,
     record,
@@ -30,6 +31,12 @@ def models(title: str, part: str) -> dict[str, Any]:
         name = "streaming_llm_cr4"
         found[name] = named(f"{stem}_policies_more.json")[name]
     return found
+
+
+def test_the_columns_of_the_readme_are_in_order() -> None:
+    titles = ("original", "DMS, CR 4", "DMS, CR 8")
+    titles += ("StreamingLLM, CR 4", "SnapKV, CR 4", "Quest, CR 4")
+    assert f"| | {' | '.join(titles)} |" in page_text(README)
 
 
 def cells(beginning: str) -> list[str]:
@@ -97,8 +104,9 @@ def test_the_readme_has_the_minutes_of_both_models() -> None:
         )
     ]
     (small,), (large,) = minutes
-    sentence = f"take {float(small):.0f} and {float(large):.0f} minutes of one H200"
-    assert sentence in page_text(README)
+    both = f"{float(small):.0f} and {float(large):.0f} minutes"
+    assert f"sampling and training take {both} of one H200" in page_text(README)
+    assert f"{both} on one GPU for text and training" in page_text("research/README.md")
 
 
 def test_the_readme_says_where_others_find_more() -> None:
@@ -106,12 +114,13 @@ def test_the_readme_says_where_others_find_more() -> None:
     found = models("SmolLM2", "policies")
     needles = {name: found[name]["needles"]["8192"] for name in ("quest_cr8", "cr8")}
     assert needles["quest_cr8"]["low"] > needles["cr8"]["high"]
-    assert "finds [more of SmolLM2's needles]" in text
-    books = [
-        named(f"smollm2_135m{run}.json")["cr8"]["needles"]["4096"]["value"]
-        for run in ("", "_first", "_needles")
-    ]
-    assert f"found {min(books):.2f} to {max(books):.2f} of them in 4,096 tokens at CR 8." in text
+    books = needles_with_textbooks()
+    for sentence in (
+        "at CR 8 it finds [more of SmolLM2's needles](docs/models/smollm2.md#beside-methods-without"
+        "-training) than DMS in 8,192 tokens",
+        f"found {min(books):.2f} to {max(books):.2f} of the needles in 4,096 tokens at CR 8;",
+    ):
+        assert sentence in text
 
 
 def test_the_readme_has_the_chains_of_qwen() -> None:
@@ -128,7 +137,12 @@ def test_the_readme_has_the_chains_of_qwen() -> None:
         f"at CR 4 solve {math} of MATH-500 and {school} of GSM8K, with {reads[0]} and {reads[1]} "
         f"of the KV reads of the original, which solves {first} and {second}."
     ) in text
-    for name, number in (("cr8", 4), ("original", 1)):
-        point = points["humaneval", name, number]
-        assert f"{100 * point['accuracy']['value']:.0f} %" in text
-        assert f"{point['kv_reads']:,.0f}" in text
+    export, original = (
+        f"{100 * point['accuracy']['value']:.0f} %{words}, with {point['kv_reads']:,.0f}"
+        for point, words in (
+            (points["humaneval", "cr8", 4], " of the functions"),
+            (points["humaneval", "original", 1], ""),
+        )
+    )
+    assert f"passes the tests of {export} KV reads. A single chain of the original" in text
+    assert f"A single chain of the original passes those of {original}." in text

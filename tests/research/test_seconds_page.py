@@ -192,16 +192,28 @@ def test_the_page_has_the_seconds_of_the_own_text() -> None:
     ]
     assert export == "cr4"
     assert interval is not None
+    assert interval[0] < 0 < interval[1]
     gained = f"+{value:.1f} [{interval[0]:+.1f}, {interval[1]:+.1f}]"
+    more = {
+        n: 100 * (measured["cr4", n]["accuracy"] - measured["original", n]["accuracy"])
+        for n in CHAINS
+    }
+    assert 0 < max(more.values()) < 5  # points, the standard error that the page states
     for sentence in (
         f"With 1, 4 and 16 chains CR 4 takes {shares} of the original's time, with {rates} times",
-        f"Answers have {min(tokens):.2f} to {max(tokens):.2f} of the original's tokens.",
-        f"of 16 chains is {own} at CR 4, and {original} of the original.",
-        f"CR 4 solves {gained} points more",
-        f"CR 4 has {gained} with [the recipe's own text]",
+        "The ranges of seconds overlap with 1 and 4 chains. Answers have "
+        f"{min(tokens):.2f} to {max(tokens):.2f} of the original's tokens.",
+        f"of 16 chains is {own} at CR 4, and {original} of the original. The differences with 1, 4 "
+        f"and 16 chains are {_listed([f'{each:+.1f}' for each in more.values()])} points",
+        f"the margin of CR 4 is {gained} points, and its interval includes 0. It is the area "
+        "between the Pareto frontiers over 1, 4 and 16 chains",
+        f"On GSM8K CR 4 of [the recipe's own text](#the-recipes-own-text) has {gained}.",
         f"Measured at: {found['commit'][:7]}, {found['date']}. ## SmolLM2",
     ):
         assert sentence in text
+    assert (
+        f"for 100 problems CR 4 solves {min(more.values()):.1f} to {max(more.values()):.1f} points"
+    ) in page_text(QWEN_PAGE)
 
 
 def test_the_page_quotes_the_times_of_the_engine_before() -> None:
