@@ -349,7 +349,7 @@ def test_the_page_has_the_speed_of_training() -> None:
     size = training["tokens"] / training["steps"]
     assert (
         "The {} steps to CR 4 ({} of zeroing, {} of annealing, {} of hold) take {:.1f} minutes at "
-        "the rate of this run."
+        "that rate."
     ).format(sum(parts), *parts, sum(parts) * size / speed / 60) in text
 
 
