@@ -31,7 +31,7 @@ if [[ ! -d $ORIGINAL ]]; then
   FETCH=()
   if [[ ${DOWNLOAD:-0} == 1 ]]; then FETCH=(--download); fi
   if ! python scripts/fetch_models.py "$NAME" --folder "$(dirname "$ORIGINAL")" "${FETCH[@]}"; then
-    if [[ ${#FETCH[@]} == 0 ]]; then echo "DOWNLOAD=1 gives --download" >&2; fi
+    if [[ ${#FETCH[@]} == 0 ]]; then echo "this demo: DOWNLOAD=1 make demo MODEL=smollm2" >&2; fi
     exit 2
   fi
 fi

@@ -55,5 +55,5 @@ def test_without_a_download_the_option_for_it_is_named(tmp_path: Path) -> None:
     done = demo(tmp_path, ORIGINAL=str(tmp_path / "smollm2-135m-instruct"), HF_HOME=str(tmp_path))
     assert done.returncode == 2
     assert "allow the network with --download" in done.stderr
-    assert done.stderr.endswith("DOWNLOAD=1 gives --download\n")
+    assert done.stderr.endswith("DOWNLOAD=1 make demo MODEL=smollm2\n")
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dms_train.evaluation.bootstrap import Estimate, ratio
 from research.recipe.report import report_text
 from research.recipe.seconds import seconds_margins, seconds_text
 from tests.research.models_page import QWEN_PAGE, page_rows, page_text, record
@@ -194,26 +195,35 @@ def test_the_page_has_the_seconds_of_the_own_text() -> None:
     assert interval is not None
     assert interval[0] < 0 < interval[1]
     gained = f"+{value:.1f} [{interval[0]:+.1f}, {interval[1]:+.1f}]"
-    more = {
-        n: 100 * (measured["cr4", n]["accuracy"] - measured["original", n]["accuracy"])
-        for n in CHAINS
-    }
-    assert 0 < max(more.values()) < 5  # points, the standard error that the page states
+    more = [_more_solved(measured, "cr4", chains) for chains in CHAINS]
+    assert all(each.low < 0 < each.high for each in more)
+    points = [f"{each.value:+.1f} [{each.low:+.1f}, {each.high:+.1f}]" for each in more]
     for sentence in (
         f"With 1, 4 and 16 chains CR 4 takes {shares} of the original's time, with {rates} times",
         "The ranges of seconds overlap with 1 and 4 chains. Answers have "
         f"{min(tokens):.2f} to {max(tokens):.2f} of the original's tokens.",
         f"of 16 chains is {own} at CR 4, and {original} of the original. The differences with 1, 4 "
-        f"and 16 chains are {_listed([f'{each:+.1f}' for each in more.values()])} points",
+        f"and 16 chains are {_listed(points)} points, paired over problems.",
         f"the margin of CR 4 is {gained} points, and its interval includes 0. It is the area "
         "between the Pareto frontiers over 1, 4 and 16 chains",
         f"On GSM8K CR 4 of [the recipe's own text](#the-recipes-own-text) has {gained}.",
         f"Measured at: {found['commit'][:7]}, {found['date']}. ## SmolLM2",
     ):
         assert sentence in text
+    values = [each.value for each in more]
     assert (
-        f"for 100 problems CR 4 solves {min(more.values()):.1f} to {max(more.values()):.1f} points"
+        f"for 100 problems CR 4 solves {min(values):.1f} to {max(values):.1f} points more than the "
+        "original, with intervals that include 0."
     ) in page_text(QWEN_PAGE)
+
+
+def _more_solved(measured: Mapping[tuple[str, int], Any], name: str, chains: int) -> Estimate:
+    """Return how many points more than the original a model solves, paired over problems."""
+    pairs = zip(
+        measured[name, chains]["scores"], measured["original", chains]["scores"], strict=True
+    )
+    points = [100 * (own - original) for own, original in pairs]
+    return ratio(points, [1.0] * len(points))
 
 
 def test_the_page_quotes_the_times_of_the_engine_before() -> None:
