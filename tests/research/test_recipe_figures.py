@@ -107,7 +107,7 @@ def test_a_record_without_chains_has_no_figure_of_them() -> None:
     ("record", "name", "page"),
     [
         ("qwen25_coder_0_5b", "qwen25_coder", "models/qwen25_coder.md"),
-        ("qwen25_coder_0_5b_seconds", "qwen25_coder_seconds", "models/seconds.md"),
+        ("qwen25_coder_0_5b_defaults_seconds", "qwen25_coder_seconds", "models/seconds.md"),
         ("smollm2_135m_needles", "smollm2", "models/smollm2.md"),
     ],
 )
