@@ -178,12 +178,12 @@ class KVCacheManager:
         A snapshot at the end of a scored prompt stays reserved for its own continuations.
         """
         assert sequence.batch_slot is not None
-        take = partial(self._snapshot, sequence.batch_slot)
+        take = partial(self._snapshot, sequence.batch_slot, sequence.num_computed_tokens)
         own = sequence.score_only and sequence.num_computed_tokens == sequence.prompt_end - 1
         owner = None if self._shares_prompts and not own else sequence.request_id
         self._prefixes.add(sequence.tokens[: sequence.num_computed_tokens], take, owner)
 
-    def _snapshot(self, batch_slot: int) -> Snapshot:
-        """Return a snapshot of a batch slot, with its states."""
-        snapshot, states = self._cache.snapshot(batch_slot), self._cache.states
+    def _snapshot(self, batch_slot: int, tokens: int) -> Snapshot:
+        """Return a snapshot of a batch slot with this many computed tokens, with its states."""
+        snapshot, states = self._cache.snapshot(batch_slot, tokens), self._cache.states
         return snapshot if states is None else _StatefulSnapshot(snapshot, states, batch_slot)

@@ -115,7 +115,7 @@ class Passes:
 
     def fork(self, source: int, target: int) -> None:
         self.assign(target, self.requests[source])
-        snapshot = self.cache.snapshot(source)
+        snapshot = self.cache.snapshot(source, self.done[source])
         snapshot.restore(target)
         snapshot.release()
         self.done[target] = self.done[source]

@@ -132,7 +132,7 @@ class CompactCache(HostDrivenCache):
         pages = chain.from_iterable(table[row].flatten().tolist() for table in self._tables)
         return self.pool.allocator.count_shared(pages, most)
 
-    def snapshot(self, row: int) -> CompactSnapshot:
+    def snapshot(self, row: int, tokens: int) -> CompactSnapshot:
         """Take a snapshot of a row, which shares its pages."""
         return CompactSnapshot(self, row)
 

@@ -86,7 +86,7 @@ class DenseCache(HostDrivenCache):
         """Return 0: there are no pages."""
         return 0
 
-    def snapshot(self, row: int) -> DenseSnapshot:
+    def snapshot(self, row: int, tokens: int) -> DenseSnapshot:
         """Take a snapshot of a row: a copy."""
         return DenseSnapshot(self, row)
 

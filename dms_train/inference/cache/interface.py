@@ -231,8 +231,13 @@ class KVCache(Protocol):
         """
         ...
 
-    def snapshot(self, row: int) -> Snapshot:
-        """Take a snapshot of a row, the policy's state included."""
+    def snapshot(self, row: int, tokens: int) -> Snapshot:
+        """Take a snapshot of a row, the policy's state included.
+
+        Args:
+            row: The row.
+            tokens: Number of its tokens that were computed.
+        """
         ...
 
     def assign(self, row: int, sizes: RequestSizes) -> None:

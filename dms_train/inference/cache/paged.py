@@ -195,10 +195,25 @@ class PagedKVCache:
             self.lists.note_empty(row)
         return 0 if tokens == 1 else self.lists.shared_pages[row]
 
-    def snapshot(self, row: int) -> PagedSnapshot:
-        """Take a snapshot of a row, which shares its pages."""
-        row_tensors, page_tensors = self._row_tensors(), self._page_tensors()
-        return PagedSnapshot(self.lists, row, row_tensors=row_tensors, place_tensors=page_tensors)
+    def snapshot(self, row: int, tokens: int) -> PagedSnapshot:
+        """Take a snapshot of a row, which shares its pages; wait if tokens may be evicted."""
+        return PagedSnapshot(
+            self.lists,
+            row,
+            tokens=tokens if self._holds_all(tokens) else None,
+            row_tensors=self._row_tensors(),
+            place_tensors=self._page_tensors(),
+        )
+
+    def _holds_all(self, tokens: int) -> bool:
+        """Return whether all KV lists of a sequence of this length surely hold all of its tokens.
+
+        A subclass has a rule of another kind.
+        """
+        rule = find_kernel_rule(self.policy)
+        if not isinstance(rule, rules.WindowRule):
+            return False
+        return rule.evicts == rules.NEVER or tokens <= rule.window
 
     def live(self, rows: Tensor) -> Tensor:
         """Return the live tokens, int64 [layers, b, h]."""

@@ -17,6 +17,8 @@ class PagedSnapshot:
     Args:
         lists: KV lists of the cache.
         row: The row.
+        tokens: Tokens that each of its KV lists holds. None if only the device knows; the host then
+            waits for it.
         row_tensors: Tensors of the cache by row, the lengths first, [layers, rows, ...] each.
         place_tensors: Tensors with one entry per page, the page tables first, [layers, rows, h, p,
             ...] each.
@@ -27,13 +29,18 @@ class PagedSnapshot:
         lists: PageTables,
         row: int,
         *,
+        tokens: int | None,
         row_tensors: list[Tensor],
         place_tensors: list[Tensor],
     ) -> None:
         self._lists = lists
         self._row_tensors, self._page_tensors = row_tensors, place_tensors
         pages = lists.pages(lists.lengths[:, row])
-        max_pages, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
+        if tokens is None:
+            max_pages, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
+        else:
+            max_pages = -(-tokens // lists.pool.page_slots)
+            self._count = max_pages * lists.in_row
         self._state = [x[:, row].clone() for x in row_tensors]
         self._tables = [x[:, row, :, :max_pages].clone() for x in place_tensors]
         held = lists.places()[:max_pages] < pages[..., None]

@@ -135,7 +135,7 @@ def test_a_snapshot_takes_what_is_set_aside_for_it() -> None:
     spec = dmc(0.0)
     cache = empty(spec)
     cache.lists.lengths[:] = 64
-    snapshot = cache.snapshot(0)
+    snapshot = cache.snapshot(0, 64)
     copied = [*snapshot._state, *snapshot._tables]
     assert sum(x.nbytes for x in copied) == cache.snapshot_bytes
     newest = 2 * H * (spec.merge_window - 1) * (D + 1) * 4  # keys, values, and two weights of each

@@ -132,13 +132,13 @@ def test_pages_whose_snapshot_is_gone_are_not_copied():
     data = text(18)
     feed(cache, data, (18,))
     rows = torch.tensor([1])
-    first = cache.snapshot(0)
+    first = cache.snapshot(0, 18)
     assert cache.most_copies(0, tokens=4) > 0
     assert cache.most_copies(0, tokens=1) == 0
     first.release()
     assert cache.pool.used_pages > 0  # the host learns that nothing is shared
     assert cache.most_copies(0, tokens=4) == 0
-    other = cache.snapshot(0)
+    other = cache.snapshot(0, 18)
     other.restore(1)
     assert cache.most_copies(0, tokens=4) == cache.most_copies(1, tokens=4) > 0
     cache.free(rows)

@@ -268,7 +268,7 @@ def test_of_prompts_that_come_together_one_takes_the_snapshot(
     examples, counts, taken = random_ids(common, seed=7), computed(engine), []
     take = engine._runner.cache.snapshot
     monkeypatch.setattr(
-        engine._runner.cache, "snapshot", lambda row: taken.append(row) or take(row)
+        engine._runner.cache, "snapshot", lambda *given: taken.append(given) or take(*given)
     )
     prompts = [[*examples, i, *random_ids(49 - common, seed=20 + i)] for i in range(5)]
     asked = {engine.add_scoring(prompt, [CHOICES[2]]): prompt for prompt in prompts}

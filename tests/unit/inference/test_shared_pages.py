@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -46,7 +47,7 @@ def step(cache, data, rows, part: slice):
 def forked(cache, data, rows):
     """Put the prompt of the texts into row 0 and, from a snapshot of it, into `rows`."""
     step(cache, data, [0], slice(0, PROMPT))
-    snapshot = cache.snapshot(0)
+    snapshot = cache.snapshot(0, PROMPT)
     for row in rows:
         snapshot.restore(row)
     return snapshot
@@ -129,6 +130,64 @@ def test_steps_take_pages_for_new_tokens_alone(build, share):
     outputs = step(cache, data, [3], slice(PROMPT, PROMPT + 1))
     for output, layer in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output[0, :, 0], layer[3, :, PROMPT], rtol=1e-5, atol=1e-5)
+
+
+class HostReads(TorchFunctionMode):
+    """Counter of operations for which the host waits for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") in ("tolist", "item", "cpu", "nonzero")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("build", "tokens", "waits"),
+    [
+        (all_tokens, PROMPT, False),
+        (newest_tokens, WINDOW, False),
+        (unmarked_tokens, WINDOW, False),
+        (newest_tokens, PROMPT, True),
+        (unmarked_tokens, PROMPT, True),
+        (all_tokens_or_a_window, WINDOW, True),
+    ],
+)
+def test_a_snapshot_waits_for_the_device_if_tokens_may_be_gone(build, tokens, waits):
+    data, reads = shared_texts(0.5), HostReads()
+    cache, _ = build(data)
+    step(cache, data, [0], slice(0, tokens))
+    with reads:
+        snapshot = cache.snapshot(0, tokens)
+    assert (reads.count > 0) == waits
+    pages = cache.lists.pages(cache.lists.lengths[:, 0])
+    assert cache.lists.shared_pages[0] == int(pages.sum())
+    assert snapshot._tables[0].shape[-1] == int(pages.max())
+
+
+@pytest.mark.parametrize("preset", ["dms", None])
+def test_the_engine_says_how_many_tokens_a_snapshot_has(folder, preset, monkeypatch):
+    directory, seen = folder("llama", preset and small_spec(preset)), []
+    how = {"kernels": "triton", "device": DEVICE.type, "max_model_len": 48, "page_slots": 4}
+    engine = InferenceEngine(directory, EngineOptions(prefill_chunk=5, **how))
+    cache = engine._runner.cache
+    taken = cache.snapshot
+
+    def snapshot(row, tokens):
+        seen.append((tokens, int(cache.lists.lengths[:, row].max())))
+        return taken(row, tokens)
+
+    monkeypatch.setattr(cache, "snapshot", snapshot)
+    params = SamplingParams(n=2, max_tokens=3, temperature=1.0, seed=1)
+    for number in (9, 14):
+        engine.add_request(random_ids(number, seed=number), params, final_only=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert [tokens for tokens, _ in seen] == [8, 13]
+    assert all(held <= tokens for tokens, held in seen)
+    assert preset or all(held == tokens for tokens, held in seen)
 
 
 def test_without_copies_beforehand_a_step_may_take_more():
