@@ -14,12 +14,13 @@ from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.cache.linear_states import LinearStates, state_bytes
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
 from dms_train.inference.cache.paged_local import LocalPagedCache
 from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import layer_frequencies

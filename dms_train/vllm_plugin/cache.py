@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache.paged_local import LocalPagedCache
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.local_layers import with_windows
 from dms_train.kernels import dispatch

@@ -22,7 +22,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.stored import channel_order
-from dms_train.inference.cache.paged import CacheSizes
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.models.blocks import rotary_tables
 from dms_train.kernels.decode.types import FP8
 from dms_train.vllm_plugin.attention import DMSAttention, NoRotation

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from dms_train.inference.cache.paged import CacheSizes
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.kernels.decode.types import FP8
 from dms_train.method.spec import PRESETS
 from dms_train.vllm_plugin.batch import BatchAttention, PromptParts, StepInputs, compile_steps

@@ -7,10 +7,11 @@ import torch
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
 from dms_train.inference.cache.paged_selecting import SelectingPagedCache
 from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.policies.kernel_rules import PageRule
 from dms_train.method.base import MethodSpec

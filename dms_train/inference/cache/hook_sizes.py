@@ -60,3 +60,15 @@ class HookSizes(NamedTuple):
         before, after, pending = ([chosen(row) for row in rows] for rows in self[:3])
         by_hooks, due, kept = (chosen(row) for row in self[3:])
         return HookSizes(before, after, pending, by_hooks, due, kept)
+
+
+class HookPlan(NamedTuple):
+    """Decision makers of a micro-batch.
+
+    Attributes:
+        sizes: Sizes of the sequences for which hooks decide; None if kernels decide for all.
+        mixed: Sequences of kernels and of hooks, int64 [any] each; None if there is one kind only.
+    """
+
+    sizes: HookSizes | None = None
+    mixed: tuple[Tensor, Tensor] | None = None

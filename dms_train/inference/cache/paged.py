@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.shared_pages import EvictingLayers, own_changing_pages
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies import kernel_rules as rules
 from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, find_kernel_rule
@@ -46,24 +46,6 @@ from dms_train.kernels.prefill.lists import Pages, PrefillChunk, PrefillState, T
 from dms_train.method.base import MethodSpec
 
 _SOURCES = {rules.NEVER: NEVER, rules.EVERY: ALWAYS, rules.MARKED: SIGNAL}
-
-
-class CacheSizes(NamedTuple):
-    """Sizes of a paged cache.
-
-    Attributes:
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads.
-        group: Query heads of each KV head.
-        longest: Most tokens of a sequence.
-    """
-
-    layers: int
-    rows: int
-    heads: int
-    group: int
-    longest: int
 
 
 class PagedKVCache:
@@ -197,23 +179,15 @@ class PagedKVCache:
 
     def snapshot(self, row: int, tokens: int) -> PagedSnapshot:
         """Take a snapshot of a row, which shares its pages; wait if tokens may be evicted."""
+        rule = find_kernel_rule(self.policy)
+        held = isinstance(rule, rules.WindowRule) and rule.keeps_all(tokens)
         return PagedSnapshot(
             self.lists,
             row,
-            tokens=tokens if self._holds_all(tokens) else None,
+            tokens=tokens if held else None,
             row_tensors=self._row_tensors(),
             place_tensors=self._page_tensors(),
         )
-
-    def _holds_all(self, tokens: int) -> bool:
-        """Return whether all KV lists of a sequence of this length surely hold all of its tokens.
-
-        A subclass has a rule of another kind.
-        """
-        rule = find_kernel_rule(self.policy)
-        if not isinstance(rule, rules.WindowRule):
-            return False
-        return rule.evicts == rules.NEVER or tokens <= rule.window
 
     def live(self, rows: Tensor) -> Tensor:
         """Return the live tokens, int64 [layers, b, h]."""

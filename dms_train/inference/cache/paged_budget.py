@@ -14,19 +14,20 @@ m recent queries, d head size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.hook_sizes import HookSizes
+from dms_train.inference.cache.hook_sizes import HookPlan, HookSizes
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.policy_hooks import QUERIES, join, received_from
 from dms_train.inference.cache.row_requests import RowRequests
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.devices import sent
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies import kernel_rules as rules
@@ -63,18 +64,6 @@ _KINDS = {rules.COLUMN_SUMS: SUMMED, rules.NEWEST_WEIGHTS: LEAST, rules.RETENTIO
 _REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
 
 
-class _Plan(NamedTuple):
-    """Decision makers of a micro-batch.
-
-    Attributes:
-        sizes: Sizes of the sequences for which hooks decide; None if kernels decide for all.
-        mixed: Sequences of kernels and of hooks, int64 [any] each; None if there is one kind only.
-    """
-
-    sizes: HookSizes | None = None
-    mixed: tuple[Tensor, Tensor] | None = None
-
-
 class BudgetPagedCache(PagedKVCache):
     """Paged cache whose KV lists keep to the budget of a policy.
 
@@ -107,7 +96,7 @@ class BudgetPagedCache(PagedKVCache):
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_index: tuple[Tensor, Tensor]  # belongs to the current step
         self._choice: Choice | None = None  # belongs to the current step
-        self._plans: dict[int, _Plan] = {}  # of the current pass, by micro-batch
+        self._plans: dict[int, HookPlan] = {}  # of the current pass, by micro-batch
         self._sizes: HookSizes | None = None  # belongs to the current step; None if kernels decide
         self._logits: SlotLogits | None = None
         if self._scored and not self._retains:
@@ -210,20 +199,20 @@ class BudgetPagedCache(PagedKVCache):
             output[index], reads[index] = attended.output, attended.reads
         return Attended(output, reads)
 
-    def _plan(self, step: AttentionStep) -> _Plan:
+    def _plan(self, step: AttentionStep) -> HookPlan:
         """Find out who decides after the tokens of a step, and read the sizes that hooks need."""
         one = step.position.shape[1] == 1
         if one and self.decodes_prompts:
-            return _Plan()
+            return HookPlan()
         sizes = self._read_sizes(step, one)
         hooks = [i for i, by_hooks in enumerate(sizes.by_hooks) if by_hooks]
         if not hooks:
-            return _Plan()
+            return HookPlan()
         if len(hooks) == len(sizes.by_hooks):
-            return _Plan(sizes)
+            return HookPlan(sizes)
         kernels = [i for i, by_hooks in enumerate(sizes.by_hooks) if not by_hooks]
         device = step.rows.device
-        return _Plan(sizes.of(hooks), (sent(kernels, device), sent(hooks, device)))
+        return HookPlan(sizes.of(hooks), (sent(kernels, device), sent(hooks, device)))
 
     def _read_sizes(self, step: AttentionStep, one: bool) -> HookSizes:
         """Read the sizes of a step whose sequences have one token each, or of any other step."""

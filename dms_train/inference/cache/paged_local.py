@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache.shared_pages import EvictingLayers
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.kernel_rules import KernelRule, LayeredRule
 from dms_train.kernels.decode.types import ALWAYS, Decisions

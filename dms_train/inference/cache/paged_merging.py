@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.policies.base import CachePolicy, NewTokens
 from dms_train.inference.policies.kernel_rules import KernelRule, MergeRule
 from dms_train.kernels import dispatch

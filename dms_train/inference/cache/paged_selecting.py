@@ -15,9 +15,10 @@ from torch import Tensor
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.row_requests import RowRequests
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.policies.base import CachePolicy, RequestSizes
 from dms_train.inference.policies.kernel_rules import KernelRule, PageRule
 from dms_train.kernels import dispatch

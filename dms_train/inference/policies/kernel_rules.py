@@ -48,6 +48,10 @@ class WindowRule:
     window: int = 0
     shift: int = 0
 
+    def keeps_all(self, tokens: int) -> bool:
+        """Return whether a sequence of this length has lost none of its tokens."""
+        return self.evicts == NEVER or tokens <= self.window
+
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRule:

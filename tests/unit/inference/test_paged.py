@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference import prompt_graphs
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import CacheSizes
 from dms_train.inference.cache.paged_merging import MergingPagedCache
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.llm import LLM
 from dms_train.inference.policies.dmc import DMCPolicy
 from dms_train.kernels import dispatch

@@ -8,8 +8,8 @@ from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dms_train.inference.cache.paged import CacheSizes
 from dms_train.inference.cache.paged_local import LocalPagedCache
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.base import NewTokens

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dms_train.inference.cache.paged import CacheSizes
+from dms_train.inference.cache.sizes import CacheSizes
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import FP8
 from dms_train.method.accounting import live_slots
