@@ -50,7 +50,7 @@ class WindowRule:
 
     def keeps_all(self, tokens: int) -> bool:
         """Return whether a sequence of this length has lost none of its tokens."""
-        return self.evicts == NEVER or tokens <= self.window
+        return self.evicts == NEVER or tokens <= self.window + 1
 
 
 @dataclass(frozen=True, kw_only=True)
